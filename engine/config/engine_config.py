@@ -1,0 +1,186 @@
+"""EngineConfig: the whole config, checked and with every default filled in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, PrivateAttr
+
+from lamina.engine.config.activation import ActivationCheckpointingConfig
+from lamina.engine.config.aio import AioConfig
+from lamina.engine.config.block import Block
+from lamina.engine.config.checks import check_all
+from lamina.engine.config.describe import describe
+from lamina.engine.config.errors import ConfigError, in_file_order
+from lamina.engine.config.monitor import CsvMonitorConfig, TensorBoardConfig
+from lamina.engine.config.optimizer import AdamConfig, TorchOptimizerConfig
+from lamina.engine.config.precision import Bf16Config, DataTypesConfig, DTypeName, Fp16Config
+from lamina.engine.config.quantities import PositiveCount
+from lamina.engine.config.reader import read
+from lamina.engine.config.scheduler import SchedulerConfig
+from lamina.engine.config.source import Source, read_source
+from lamina.engine.config.tiers import PLANES, NvmePathConfig, PlaneChoice, PlaneName, TierName, TiersConfig
+from lamina.engine.config.zero import ZeroConfig
+
+_TIER_OF_DEVICE: Mapping[str, TierName] = {"none": "device", "cpu": "host", "nvme": "nvme"}
+
+
+class EngineConfig(Block):
+    """A config that can be used: made by `load()`, which checks everything. Frozen."""
+
+    train_batch_size: PositiveCount = Field(
+        default=1, description="samples of one optimizer step over all ranks"
+    )
+    train_micro_batch_size_per_gpu: PositiveCount = Field(
+        default=1, description="samples of one forward pass on one rank"
+    )
+    gradient_accumulation_steps: PositiveCount = Field(
+        default=1, description="micro-batches of one optimizer step"
+    )
+    gradient_clipping: Annotated[float, Field(ge=0)] = Field(
+        default=1.0, description="largest global norm; 0: no clipping"
+    )
+    steps_per_print: PositiveCount | None = Field(
+        default=None, description="optimizer steps between progress lines; null: none"
+    )
+    wall_clock_breakdown: bool = Field(default=False, description="print how the time of a step splits")
+    memory_breakdown: bool = Field(default=False, description="print the bytes of each tier")
+    dump_state: bool = Field(default=False, description="print the effective config at initialize")
+    dataloader_drop_last: bool = Field(default=False, description="drop an incomplete last batch")
+    communication_data_type: DTypeName | None = Field(
+        default=None, description="number format of gradient reduction; null: as accumulated"
+    )
+    zero_allow_untested_optimizer: bool = Field(
+        default=False, description="use a client's optimizer class that is not torch's"
+    )
+    optimizer: AdamConfig | TorchOptimizerConfig | None = Field(
+        default=None, description="the optimizer, when none is passed"
+    )
+    scheduler: SchedulerConfig | None = Field(
+        default=None, description="the learning-rate schedule, when none is passed"
+    )
+    fp16: Fp16Config = Fp16Config()
+    bf16: Bf16Config = Bf16Config()
+    data_types: DataTypesConfig = DataTypesConfig()
+    zero_optimization: ZeroConfig = ZeroConfig()
+    aio: AioConfig = AioConfig()
+    activation_checkpointing: ActivationCheckpointingConfig = ActivationCheckpointingConfig()
+    tensorboard: TensorBoardConfig = TensorBoardConfig()
+    csv_monitor: CsvMonitorConfig = CsvMonitorConfig()
+    tiers: TiersConfig = TiersConfig()
+
+    _world_size: int = PrivateAttr(1)
+    _hints: tuple[str, ...] = PrivateAttr(())
+    _origins: Mapping[str, str] = PrivateAttr(default_factory=dict)
+    _offload_given: frozenset[str] = PrivateAttr(frozenset())
+
+    @classmethod
+    def load(
+        cls, source: Source, *, world_size: int = 1, resolve: Mapping[str, Any] | None = None
+    ) -> EngineConfig:
+        """Read, resolve and check a config.
+
+        `source` is the path of a JSON file or a mapping, `world_size` the number of data-parallel ranks,
+        `resolve` what "auto" may become (see auto.py).
+
+        Raises ConfigError with every problem.
+        """
+        given, name = read_source(source)
+        reading, config = read(cls, given, resolve or {})
+        config = check_all(reading, config, world_size)
+        if reading.problems:
+            raise ConfigError(in_file_order(reading.problems, given), source=name)
+        config._world_size = world_size
+        config._hints = tuple(reading.hints)
+        config._origins = MappingProxyType(reading.origins)
+        blocks = {"tiers": "tiers" in given, **_offload_blocks(given)}
+        config._offload_given = frozenset(block for block, is_given in blocks.items() if is_given)
+        return config
+
+    @property
+    def world_size(self) -> int:
+        """Data-parallel ranks that the batch arithmetic was done for."""
+        return self._world_size
+
+    @property
+    def hints(self) -> tuple[str, ...]:
+        """Warnings: keys that were accepted and change nothing here, one sentence each with the path."""
+        return self._hints
+
+    @property
+    def compute_dtype(self) -> DTypeName:
+        """Number format of forward and backward."""
+        if self.fp16.enabled:
+            return "fp16"
+        return "bf16" if self.bf16.enabled else "fp32"
+
+    @property
+    def grad_accum_dtype(self) -> DTypeName:
+        """Number format in which gradients wait for the step."""
+        if self.data_types.grad_accum_dtype is not None:
+            return self.data_types.grad_accum_dtype
+        return self.compute_dtype if self.gradient_accumulation_steps == 1 else "fp32"
+
+    @property
+    def nvme_paths(self) -> tuple[NvmePathConfig, ...]:
+        """Folders for NVMe-resident state: those of `tiers.nvme`, else `nvme_path` of offload blocks on nvme.
+
+        Absolute; the parser does not look at the disk.
+        """
+        if self.tiers.nvme:
+            return self.tiers.nvme
+        zero = self.zero_optimization
+        blocks = (zero.offload_param, zero.offload_optimizer)
+        paths = [
+            block.nvme_path for block in blocks if block.device == "nvme" and block.nvme_path is not None
+        ]
+        return tuple(NvmePathConfig(path=path) for path in dict.fromkeys(paths))
+
+    def placement(self) -> dict[PlaneName, Literal["auto"] | PlaneChoice]:
+        """For each plane the tier that was asked for, shares of tiers, or "auto": the planner's to choose.
+
+        `tiers.placement` decides where it names a plane; then an offload block that was given; what neither
+        mentions is "auto" where the config has a `tiers` block, else device memory.
+        """
+        zero = self.zero_optimization
+        asked: dict[PlaneName, Literal["auto"] | PlaneChoice] = {}
+        given = self.tiers.placement if isinstance(self.tiers.placement, dict) else {}
+        for plane in PLANES:
+            block = "offload_param" if plane == "param" else "offload_optimizer"
+            if plane in given:
+                asked[plane] = given[plane]
+            elif block in self._offload_given:
+                device = zero.offload_param.device if plane == "param" else zero.offload_optimizer.device
+                tier = _TIER_OF_DEVICE[device]
+                # Gradients wait in host memory and go further only when the host budget cannot hold them.
+                asked[plane] = "host" if plane == "grad" and tier == "nvme" else tier
+            else:
+                asked[plane] = "auto" if "tiers" in self._offload_given else "device"
+        return asked
+
+    def effective(self) -> dict[str, Any]:
+        """Everything resolved, as plain JSON values in the dialect's keys."""
+        return self.model_dump(mode="json")
+
+    def describe(self) -> str:
+        """The effective config, one key a line with the origin of its value, then the warnings."""
+        return describe(self.effective(), self._origins, self._hints, self._world_size)
+
+    def __str__(self) -> str:
+        return self.describe()
+
+    @classmethod
+    def json_schema(cls) -> dict[str, Any]:
+        """A JSON schema of the config, for editors."""
+        return cls.model_json_schema()
+
+
+def _offload_blocks(given: Mapping[str, Any]) -> dict[str, bool]:
+    zero = given.get("zero_optimization")
+    zero = zero if isinstance(zero, Mapping) else {}
+    return {
+        block: isinstance(zero.get(block), Mapping) and "device" in zero[block]
+        for block in ("offload_param", "offload_optimizer")
+    }
