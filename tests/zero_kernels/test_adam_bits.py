@@ -1,0 +1,85 @@
+"""Adam in C gives the bits of torch's fused CPU Adam where that has whole vectors, on every dispatch path."""
+
+import itertools
+
+import pytest
+import torch
+from lamina.zero.kernels import AdamHyper, DType, Kernels, available_paths
+
+PATHS = available_paths()
+GRID = list(
+    itertools.product(
+        [1e-3, 0.05],
+        [(0.9, 0.999), (0.0, 0.999), (0.4, 0.5), (0.5, 0.9), (0.9, 0.95)],
+        [1e-8, 1e-3, 1e-15],
+        [0.0, 0.1],
+        [False, True],
+        [True, False],
+    )
+)
+
+
+def step(kernels: Kernels, hyper: AdamHyper, state: list[torch.Tensor], grad: torch.Tensor) -> None:
+    param, exp_avg, exp_avg_sq = state
+    kernels.adam(
+        param.numel(),
+        hyper=hyper,
+        param=param.data_ptr(),
+        param_dtype=DType.FP32,
+        grad=grad.data_ptr(),
+        grad_dtype=DType.FP32,
+        exp_avg=exp_avg.data_ptr(),
+        exp_avg_sq=exp_avg_sq.data_ptr(),
+    )
+
+
+def compare_with_torch(path: str, numel: int, steps: int, config: tuple, seed: int) -> None:
+    lr, (beta1, beta2), eps, weight_decay, maximize, adamw = config
+    random = torch.Generator().manual_seed(seed)
+    start = torch.randn(numel, generator=random)
+    reference = start.clone().requires_grad_()
+    kind = torch.optim.AdamW if adamw else torch.optim.Adam
+    optimizer = kind(
+        [reference],
+        lr=lr,
+        betas=(beta1, beta2),
+        eps=eps,
+        weight_decay=weight_decay,
+        maximize=maximize,
+        fused=True,
+    )
+    state = [start, torch.zeros(numel), torch.zeros(numel)]
+    with Kernels(2, path=path) as kernels:
+        for t in range(1, steps + 1):
+            scale = 10.0 ** torch.randint(-4, 3, (numel,), generator=random)
+            grad = torch.randn(numel, generator=random) * scale
+            reference.grad = grad.clone()
+            optimizer.step()
+            hyper = AdamHyper(
+                lr=lr,
+                beta1=beta1,
+                beta2=beta2,
+                eps=eps,
+                weight_decay=weight_decay,
+                step=t,
+                adamw_mode=adamw,
+                maximize=maximize,
+            )
+            step(kernels, hyper, state, grad)
+            wanted = optimizer.state[reference]
+            assert torch.equal(state[1], wanted["exp_avg"]), t
+            assert torch.equal(state[2], wanted["exp_avg_sq"]), t
+            assert torch.equal(state[0], reference.detach()), t
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_grid_of_options_matches_fused_torch_bit_for_bit(path: str) -> None:
+    for seed, config in enumerate(GRID):
+        compare_with_torch(path, 1600, 5, config, seed)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("adamw", [True, False])
+def test_thousand_steps_match_fused_torch_bit_for_bit(path: str, adamw: bool) -> None:
+    compare_with_torch(path, 160, 1000, (1e-3, (0.9, 0.999), 1e-8, 0.01, False, adamw), 7)
+    compare_with_torch(path, 40960, 20, (1e-3, (0.9, 0.999), 1e-8, 0.01, False, adamw), 8)

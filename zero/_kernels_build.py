@@ -1,0 +1,45 @@
+"""cffi build script of lamina.zero._kernels: plain C, the fast paths chosen at run time, no GPU toolkit needed.
+
+The header is both the C interface and cffi's declarations: preprocessor lines are dropped, the rest is read as
+it stands.
+"""
+
+from pathlib import Path
+
+from cffi import FFI
+
+# Relative to the checkout, where setup.py runs: an sdist keeps these paths too.
+CSRC = Path("zero") / "csrc"
+HERE = Path(__file__).resolve().parent / "csrc" if "__file__" in globals() else CSRC.resolve()
+SOURCES = ["kernels.c", "pool.c", "path_portable.c", "path_avx2.c", "path_avx512.c", "path_neon.c"]
+
+
+def declarations(header: Path) -> str:
+    return "\n".join(line for line in header.read_text().splitlines() if not line.startswith("#"))
+
+
+ffibuilder = FFI()
+ffibuilder.cdef(declarations(HERE / "kernels.h"))
+ffibuilder.set_source(
+    "lamina.zero._kernels",
+    '#include "kernels.h"',
+    sources=[str(CSRC / name) for name in SOURCES],
+    depends=[str(CSRC / name) for name in ("kernels.h", "ops.h", "body.h", "pool.h", "half.h", "fpenv.h")],
+    include_dirs=[str(CSRC)],
+    libraries=["m"],
+    # Only explicit multiply-adds may fuse: every path must give the same bits.
+    extra_compile_args=[
+        "-std=c11",
+        "-O3",
+        "-ffp-contract=off",
+        "-fno-math-errno",
+        "-Wall",
+        "-Wextra",
+        "-pthread",
+    ],
+    extra_link_args=["-pthread"],
+    py_limited_api=True,
+)
+
+if __name__ == "__main__":
+    ffibuilder.compile(verbose=True)

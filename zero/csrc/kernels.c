@@ -1,0 +1,257 @@
+/* Entry points: check the arguments, cut the work into fixed chunks, hand them to the pool.
+ *
+ * A chunk is a fixed number of elements counted from the start of the call, so which thread takes it changes
+ * nothing; an element's result depends on that element alone, so neither do chunk size and alignment. */
+#define _GNU_SOURCE
+#include "kernels.h"
+#include "fpenv.h"
+#include "ops.h"
+#include "pool.h"
+#include <errno.h>
+#include <stdatomic.h>
+#include <stdlib.h>
+
+enum {
+    ADAM_CHUNK =
+        16384, /* 448 KiB of fp32 state: long enough for the prefetchers, short enough to share evenly */
+    PLAIN_CHUNK = 65536, /* multiple of LK_NORM_BLOCK */
+};
+
+struct lk_pool {
+    lk_threads *threads;
+    const lk_ops *ops;
+};
+
+static const lk_ops *ops_of(int path) {
+    switch (path) {
+    case LK_PORTABLE:
+        return lk_ops_portable;
+#if defined(__x86_64__)
+    case LK_AVX2:
+        return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+                       __builtin_cpu_supports("f16c")
+                   ? lk_ops_avx2
+                   : NULL;
+    case LK_AVX512:
+        return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+                       __builtin_cpu_supports("fma")
+                   ? lk_ops_avx512
+                   : NULL;
+#endif
+    case LK_NEON:
+        return lk_ops_neon;
+    default:
+        return NULL;
+    }
+}
+
+int lk_path_usable(int path) {
+    return ops_of(path) != NULL;
+}
+
+int lk_best_path(void) {
+    static const int order[] = {LK_AVX512, LK_AVX2, LK_NEON};
+    for (size_t i = 0; i < sizeof order / sizeof *order; i++)
+        if (ops_of(order[i]))
+            return order[i];
+    return LK_PORTABLE;
+}
+
+int lk_open(lk_pool **out, int num_threads, const int *cores, int num_cores, int path) {
+    const lk_ops *ops = ops_of(path);
+    if (ops == NULL)
+        return -ENOTSUP;
+    lk_pool *pool = malloc(sizeof *pool);
+    if (pool == NULL)
+        return -ENOMEM;
+    pool->ops = ops;
+    int rc = lk_threads_start(&pool->threads, num_threads, cores, num_cores);
+    if (rc) {
+        free(pool);
+        return rc;
+    }
+    *out = pool;
+    return 0;
+}
+
+int lk_stop(lk_pool *pool) {
+    return lk_threads_stop(pool->threads);
+}
+
+void lk_free(lk_pool *pool) {
+    lk_threads_free(pool->threads);
+    free(pool);
+}
+
+/* ---- one call's work: a slice function and the chunk length ---- */
+
+typedef struct call call;
+struct call {
+    const lk_ops *ops;
+    int64_t n, chunk;
+    void (*slice)(call *c, int64_t begin, int64_t end);
+    const lk_adam_args *adam;
+    char *src, *dst, *extra; /* meaning depends on slice */
+    int src_dtype, dst_dtype, flag;
+    float scale;
+    const uintptr_t *from, *to;
+    _Atomic int found;
+};
+
+static void run_chunk(void *context, int64_t index) {
+    call *c = context;
+    int64_t begin = index * c->chunk;
+    int64_t end = c->n - begin < c->chunk ? c->n : begin + c->chunk;
+    lk_fpenv saved = lk_fpenv_default();
+    c->slice(c, begin, end);
+    lk_fpenv_restore(saved);
+}
+
+static int run(lk_pool *pool, call *c) {
+    c->ops = pool->ops;
+    return lk_threads_run(pool->threads, (c->n + c->chunk - 1) / c->chunk, run_chunk, c);
+}
+
+static int bad_dtype(int dtype) {
+    return dtype != LK_FP32 && dtype != LK_BF16 && dtype != LK_FP16;
+}
+
+static void adam_slice(call *c, int64_t begin, int64_t end) {
+    c->ops->adam(c->adam, begin, end);
+}
+
+int lk_adam(lk_pool *pool, const lk_adam_args *a) {
+    int fits = a->master_kind == LK_IN_PARAM ? a->param_dtype == LK_FP32
+               : a->master_kind == LK_SPLIT  ? a->param_dtype == LK_BF16 && (a->remainder || a->n == 0)
+               : a->master_kind == LK_COPY
+                   ? (a->param_dtype == LK_BF16 || a->param_dtype == LK_FP16) && (a->master || a->n == 0)
+                   : 0;
+    if (a->n < 0 || !fits || bad_dtype(a->grad_dtype))
+        return -EINVAL;
+    call c = {.n = a->n, .chunk = ADAM_CHUNK, .slice = adam_slice, .adam = a};
+    return run(pool, &c);
+}
+
+static void norm_slice(call *c, int64_t begin, int64_t end) {
+    double *partials = (double *)c->dst;
+    size_t size = lk_itemsize(c->src_dtype);
+    for (int64_t i = begin; i < end; i += LK_NORM_BLOCK) {
+        int64_t n = end - i < LK_NORM_BLOCK ? end - i : LK_NORM_BLOCK;
+        partials[i / LK_NORM_BLOCK] = c->ops->squared_norm(c->src + (size_t)i * size, c->src_dtype, n);
+    }
+}
+
+int lk_squared_norm(lk_pool *pool, int64_t n, uintptr_t src, int dtype, uintptr_t partials) {
+    if (n < 0 || bad_dtype(dtype))
+        return -EINVAL;
+    call c = {.n = n,
+              .chunk = PLAIN_CHUNK,
+              .slice = norm_slice,
+              .src = (char *)src,
+              .src_dtype = dtype,
+              .dst = (char *)partials};
+    return run(pool, &c);
+}
+
+static void nonfinite_slice(call *c, int64_t begin, int64_t end) {
+    if (atomic_load_explicit(&c->found, memory_order_relaxed))
+        return;
+    if (c->ops->has_nonfinite(c->src + (size_t)begin * lk_itemsize(c->src_dtype), c->src_dtype, end - begin))
+        atomic_store_explicit(&c->found, 1, memory_order_relaxed);
+}
+
+int lk_has_nonfinite(lk_pool *pool, int64_t n, uintptr_t src, int dtype) {
+    if (n < 0 || bad_dtype(dtype))
+        return -EINVAL;
+    call c = {.n = n, .chunk = PLAIN_CHUNK, .slice = nonfinite_slice, .src = (char *)src, .src_dtype = dtype};
+    int rc = run(pool, &c);
+    return rc ? rc : atomic_load(&c.found);
+}
+
+static void accumulate_slice(call *c, int64_t begin, int64_t end) {
+    c->ops->accumulate((float *)c->dst + begin, c->src + (size_t)begin * lk_itemsize(c->src_dtype),
+                       c->src_dtype, c->scale, c->flag, end - begin);
+}
+
+int lk_accumulate(lk_pool *pool, int64_t n, uintptr_t dst, uintptr_t src, int src_dtype, float scale,
+                  int add) {
+    if (n < 0 || bad_dtype(src_dtype))
+        return -EINVAL;
+    call c = {.n = n,
+              .chunk = PLAIN_CHUNK,
+              .slice = accumulate_slice,
+              .src = (char *)src,
+              .src_dtype = src_dtype,
+              .dst = (char *)dst,
+              .scale = scale,
+              .flag = add};
+    return run(pool, &c);
+}
+
+static void split_slice(call *c, int64_t begin, int64_t end) {
+    c->ops->split((const float *)c->src + begin, (uint16_t *)c->dst + begin, (int16_t *)c->extra + begin,
+                  end - begin);
+}
+
+static void merge_slice(call *c, int64_t begin, int64_t end) {
+    c->ops->merge((float *)c->src + begin, (const uint16_t *)c->dst + begin,
+                  (const int16_t *)c->extra + begin, end - begin);
+}
+
+static int split_or_merge(lk_pool *pool, int64_t n, uintptr_t master, uintptr_t param, uintptr_t remainder,
+                          void (*slice)(call *, int64_t, int64_t)) {
+    if (n < 0)
+        return -EINVAL;
+    call c = {.n = n,
+              .chunk = PLAIN_CHUNK,
+              .slice = slice,
+              .src = (char *)master,
+              .dst = (char *)param,
+              .extra = (char *)remainder};
+    return run(pool, &c);
+}
+
+int lk_split_bf16(lk_pool *pool, int64_t n, uintptr_t master, uintptr_t param, uintptr_t remainder) {
+    return split_or_merge(pool, n, master, param, remainder, split_slice);
+}
+
+int lk_merge_bf16(lk_pool *pool, int64_t n, uintptr_t master, uintptr_t param, uintptr_t remainder) {
+    return split_or_merge(pool, n, master, param, remainder, merge_slice);
+}
+
+static void convert_slice(call *c, int64_t begin, int64_t end) {
+    c->ops->convert(c->src + (size_t)begin * lk_itemsize(c->src_dtype), c->src_dtype,
+                    c->dst + (size_t)begin * lk_itemsize(c->dst_dtype), c->dst_dtype, end - begin);
+}
+
+int lk_convert(lk_pool *pool, int64_t n, uintptr_t src, int src_dtype, uintptr_t dst, int dst_dtype) {
+    if (n < 0 || bad_dtype(src_dtype) || bad_dtype(dst_dtype))
+        return -EINVAL;
+    call c = {.n = n,
+              .chunk = PLAIN_CHUNK,
+              .slice = convert_slice,
+              .src = (char *)src,
+              .src_dtype = src_dtype,
+              .dst = (char *)dst,
+              .dst_dtype = dst_dtype};
+    return run(pool, &c);
+}
+
+static void stream_slice(call *c, int64_t begin, int64_t end) {
+    const float *from[3];
+    float *to[3];
+    for (int i = 0; i < 3; i++) {
+        from[i] = (const float *)c->from[i] + begin;
+        to[i] = (float *)c->to[i] + begin;
+    }
+    c->ops->stream(from, to, c->flag, end - begin);
+}
+
+int lk_stream(lk_pool *pool, int64_t n, const uintptr_t *from, const uintptr_t *to, int non_temporal) {
+    if (n < 0)
+        return -EINVAL;
+    call c = {
+        .n = n, .chunk = PLAIN_CHUNK, .slice = stream_slice, .from = from, .to = to, .flag = non_temporal};
+    return run(pool, &c);
+}
