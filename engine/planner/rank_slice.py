@@ -1,0 +1,100 @@
+"""The part of a model that one rank deals with: groups after tensor and pipeline splits, and its shards."""
+
+from dataclasses import dataclass
+
+from lamina.engine.planner.errors import PlanError
+from lamina.engine.planner.model_shape import ModelShape
+from lamina.engine.planner.placement import Placement, data_parallel_ranks
+from lamina.engine.planner.state_bytes import shard_numel
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankSlice:
+    """Elements of the groups of the fullest rank; the root group (embedding, head, last norm) comes first."""
+
+    groups: tuple[int, ...]
+    trainable: tuple[int, ...]
+    """Trainable elements of each group."""
+    ranks: int
+    """Data-parallel ranks that share each group."""
+    layers: int
+    """Blocks of this rank."""
+
+    @property
+    def numel(self) -> int:
+        """Elements of all groups."""
+        return sum(self.groups)
+
+    @property
+    def trainable_numel(self) -> int:
+        """Trainable elements of all groups."""
+        return sum(self.trainable)
+
+    @property
+    def shards(self) -> tuple[int, ...]:
+        """This rank's elements of each group at stage 3."""
+        return tuple(shard_numel(numel, self.ranks) for numel in self.groups)
+
+    @property
+    def trainable_shards(self) -> tuple[int, ...]:
+        """This rank's trainable elements of each group."""
+        return tuple(shard_numel(numel, self.ranks) for numel in self.trainable)
+
+    @property
+    def frozen_shards(self) -> tuple[int, ...]:
+        """This rank's elements that the optimizer never touches."""
+        return tuple(
+            shard_numel(numel - moving, self.ranks)
+            for numel, moving in zip(self.groups, self.trainable, strict=True)
+        )
+
+    @property
+    def root(self) -> int:
+        """Elements of the root group."""
+        return self.groups[0]
+
+    @property
+    def largest_block(self) -> int:
+        """Elements of the largest group after the root."""
+        return max(self.groups[1:], default=self.groups[0])
+
+    def window(self, width: int) -> int:
+        """Elements of the ``width`` largest neighbours in a row among the blocks."""
+        blocks = self.groups[1:]
+        width = min(width, len(blocks))
+        if width < 1:
+            return 0
+        sums = running = sum(blocks[:width])
+        for entering, leaving in zip(blocks[width:], blocks, strict=False):
+            running += entering - leaving
+            sums = max(sums, running)
+        return sums
+
+
+def rank_slice(model: ModelShape, place: Placement, world: int) -> RankSlice:
+    """The fullest rank of a model on ``world`` ranks. Raises PlanError when the split is impossible."""
+    ranks = data_parallel_ranks(world, place)
+    params = model.params
+    if place.pipeline > len(params.blocks):
+        raise PlanError(
+            f"placement: pipeline {place.pipeline} exceeds the {len(params.blocks)} blocks of {model.name}"
+        )
+    if place.tensor > model.heads:
+        raise PlanError(f"placement: tensor {place.tensor} exceeds the {model.heads} heads of {model.name}")
+    layers = -(-len(params.blocks) // place.pipeline)
+    blocks = sorted(params.blocks, reverse=True)[:layers] if place.pipeline > 1 else params.blocks
+    root = params.embedding + params.head
+    if place.pipeline > 1:
+        # First and last stage are different ranks; a tied table lives on both.
+        head = params.head + (model.vocab * model.hidden if model.tied else 0)
+        root = max(params.embedding, head)
+    groups = tuple(-(-numel // place.tensor) for numel in (root, *blocks))
+    if model.lora is not None:
+        adapters = -(-model.lora_params // place.tensor)
+        trainable: tuple[int, ...] = (0, *(adapters for _ in blocks))
+    elif model.trainable_params == model.total_params:
+        trainable = groups
+    else:
+        share = model.trainable_params / model.total_params
+        trainable = tuple(round(numel * share) for numel in groups)
+    return RankSlice(groups=groups, trainable=trainable, ranks=ranks, layers=layers)
