@@ -1,0 +1,106 @@
+"""A transfer in flight: it owns its buffer and reports its outcome, however often it is asked."""
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from lamina.aio_native import Handle
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The piece of a transfer that goes to one stripe."""
+
+    stripe: int
+    handle: Handle
+
+
+class TransferHandle:
+    """One read or write of the store, over all its stripes.
+
+    finish: called once, with the bytes, when every part succeeded (checks checksums). rescue: called with the
+    failed stripe and its error; returns new parts when the transfer was started again elsewhere, or raises.
+    lock: held while either runs.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[Part],
+        buffer: memoryview,
+        *,
+        finish: Callable[[memoryview], None] | None = None,
+        rescue: Callable[[int, OSError], Sequence[Part]] | None = None,
+        lock: "threading.RLock | None" = None,
+    ) -> None:
+        self.nbytes = len(buffer)
+        self._parts = tuple(parts)
+        self._buffer: memoryview | None = buffer
+        self._finish = finish
+        self._rescue = rescue
+        self._error: Exception | None = None
+        self._lock = lock or threading.RLock()
+
+    @property
+    def settled(self) -> bool:
+        """Whether the outcome is known and the buffer is let go of."""
+        return self._buffer is None
+
+    def done(self) -> bool:
+        """Whether wait() would return or raise at once."""
+        return self.settled or all(part.handle.done() for part in self._parts)
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Bytes transferred. Raises what went wrong, again on every call; TimeoutError leaves the transfer
+        running."""
+        limit = None if timeout is None else time.monotonic() + timeout
+        while not self.settled:
+            # The I/O is waited for without the lock: a rescue in another thread may need it.
+            parts = self._parts
+            failure = _first_failure(parts, limit)
+            with self._lock:
+                if not self.settled and parts is self._parts:
+                    self._conclude(failure)
+        if self._error is not None:
+            raise self._error
+        return self.nbytes
+
+    def drain(self) -> None:
+        """Wait until no part touches the buffer any more, whatever the outcome (which wait() tells)."""
+        for part in self._parts:
+            with contextlib.suppress(OSError):
+                part.handle.wait()
+
+    def failed(self) -> bool:
+        """Whether a drained transfer failed, told without settling it."""
+        return not self.settled and _first_failure(self._parts, None) is not None
+
+    def _conclude(self, failure: tuple[Part, OSError] | None) -> None:
+        """Settle, or take the parts that a rescue started. The lock is held."""
+        try:
+            if failure is None:
+                if self._finish is not None and self._buffer is not None:
+                    self._finish(self._buffer)
+            else:
+                self.drain()
+                part, error = failure
+                if self._rescue is None:
+                    raise error
+                self._parts = tuple(self._rescue(part.stripe, error))
+                return
+        except (OSError, RuntimeError) as final:
+            self._error = final
+        self._parts = ()
+        self._buffer = None
+
+
+def _first_failure(parts: Sequence[Part], limit: float | None) -> tuple[Part, OSError] | None:
+    for part in parts:
+        try:
+            part.handle.wait(None if limit is None else max(0.0, limit - time.monotonic()))
+        except TimeoutError:
+            raise
+        except OSError as error:
+            return part, error
+    return None

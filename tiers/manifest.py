@@ -1,0 +1,263 @@
+"""The manifest: one JSON file that says which generation counts, replaced atomically and checked by its own
+CRC32C."""
+
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from lamina.aio_native import crc32c
+from lamina.tiers.errors import IntegrityError, LayoutError
+from lamina.tiers.folder import sync_directory
+from lamina.tiers.layout import shard_from_json, shard_to_json
+from lamina.tiers.tier import ShardSpec
+
+MANIFEST_NAME = "manifest.json"
+TEMPORARY_NAME = "manifest.json.tmp"
+FROZEN_STEM = "frozen"
+_VERSION = 1
+_STEM = re.compile(r"gen-(0|[1-9][0-9]{0,17})|frozen(-[1-9][0-9]{0,17})?")
+
+
+def file_name(stem: str, stripe: int) -> str:
+    """Name of one stripe's file: gen-3.bin, gen-3.s1.bin ... Raises ValueError for a stem that is not
+    ours."""
+    if not _STEM.fullmatch(stem):
+        raise ValueError(f"{stem!r} is not the name of a generation")
+    return f"{stem}.bin" if stripe == 0 else f"{stem}.s{stripe}.bin"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlotRecord:
+    """The files of one slot: stem of their names and chunks per stripe in one period."""
+
+    stem: str
+    counts: tuple[int, ...]
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether these files hold the planes that are written once."""
+        return self.stem.startswith(FROZEN_STEM)
+
+    def names(self) -> dict[int, str]:
+        """Stripe -> file name."""
+        return {stripe: file_name(self.stem, stripe) for stripe, count in enumerate(self.counts) if count}
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationRecord:
+    """A committed generation. sums_crc: CRC32C of each stripe's checksum table (0 for a stripe without
+    file)."""
+
+    id: int
+    step: int
+    meta: Mapping[str, Any]
+    durable: bool
+    slot: SlotRecord
+    sums_crc: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrozenRecord:
+    """The frozen planes, once they are written."""
+
+    slot: SlotRecord
+    sums_crc: tuple[int, ...]
+    durable: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """Everything a reopening needs. committed: newest first. slots: the files that are ours, in use or free.
+
+    retired: files that were ours and may still lie about. updating: an in-place update has begun and not
+    ended.
+    """
+
+    store_id: str
+    job: str
+    rank: int
+    chunk_bytes: int
+    shards: tuple[ShardSpec, ...]
+    generations: int
+    committed: tuple[GenerationRecord, ...] = ()
+    frozen: FrozenRecord | None = None
+    slots: tuple[SlotRecord, ...] = ()
+    retired: tuple[SlotRecord, ...] = ()
+    updating: int | None = None
+    _shards_text: str = field(default="", compare=False, repr=False)
+
+    def with_(self, **changes: Any) -> "Manifest":
+        """A copy with some fields replaced."""
+        return replace(self, **changes)
+
+    @property
+    def shards_text(self) -> str:
+        """The shards as JSON, made once: with thousands of them it is most of the manifest."""
+        if not self._shards_text:
+            text = json.dumps([shard_to_json(shard) for shard in self.shards], separators=(",", ":"))
+            object.__setattr__(self, "_shards_text", text)
+        return self._shards_text
+
+    def to_bytes(self) -> bytes:
+        """JSON with the CRC32C of everything before it as the last member."""
+        head = {
+            "format": "lamina-generations",
+            "version": _VERSION,
+            "store_id": self.store_id,
+            "job": self.job,
+            "rank": self.rank,
+            "chunk_bytes": self.chunk_bytes,
+            "generations": self.generations,
+            "committed": [_generation_to_json(record) for record in self.committed],
+            "frozen": _frozen_to_json(self.frozen),
+            "slots": [_slot_to_json(slot) for slot in self.slots],
+            "retired": [_slot_to_json(slot) for slot in self.retired],
+            "updating": self.updating,
+        }
+        body = json.dumps(head, indent=1, allow_nan=False)[:-2] + f',\n "shards": {self.shards_text}'
+        return f'{body},\n "crc32c": "{crc32c(body.encode()):08x}"\n}}\n'.encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes, path: str) -> "Manifest":
+        """Parse and check. Raises IntegrityError for a damaged manifest, LayoutError for one that is not
+        ours."""
+        body, mark, tail = data.rpartition(b',\n "crc32c": "')
+        try:
+            expected = int(tail[:8], 16) if mark and tail[8:] == b'"\n}\n' else -1
+        except ValueError:
+            expected = -1
+        found = crc32c(body)
+        if expected != found:
+            said = f"{expected:08x}" if expected >= 0 else "nothing readable"
+            raise IntegrityError(
+                f"{path}: the manifest is damaged: CRC32C says {said}, found {found:08x}. Restore from a checkpoint",
+                path=path,
+                expected=max(expected, 0),
+                found=found,
+            )
+        try:
+            return _manifest_from_json(json.loads(data))
+        except (KeyError, TypeError, ValueError) as error:
+            raise LayoutError(f"{path} is not a manifest that this version understands: {error}") from error
+
+
+def _slot_to_json(slot: SlotRecord) -> dict[str, Any]:
+    return {"stem": slot.stem, "counts": list(slot.counts)}
+
+
+def _generation_to_json(record: GenerationRecord) -> dict[str, Any]:
+    return {
+        "id": record.id,
+        "step": record.step,
+        "meta": dict(record.meta),
+        "durable": record.durable,
+        "slot": _slot_to_json(record.slot),
+        "sums_crc": list(record.sums_crc),
+    }
+
+
+def _frozen_to_json(record: FrozenRecord | None) -> dict[str, Any] | None:
+    if record is None:
+        return None
+    return {"slot": _slot_to_json(record.slot), "sums_crc": list(record.sums_crc), "durable": record.durable}
+
+
+def _whole(value: Any, least: int = 0) -> int:
+    if type(value) is not int or value < least:
+        raise ValueError(f"{value!r} is not a whole number of at least {least}")
+    return value
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{value!r} is not text")
+    return value
+
+
+def _wholes(values: Any) -> tuple[int, ...]:
+    if not isinstance(values, list):
+        raise ValueError(f"{values!r} is not a list")
+    return tuple(_whole(value) for value in values)
+
+
+def _slot_from_json(data: Any) -> SlotRecord:
+    slot = SlotRecord(stem=_text(data["stem"]), counts=_wholes(data["counts"]))
+    if not 1 <= sum(slot.counts) <= 65536:
+        raise ValueError(f"slot {slot.stem} has stripe counts {slot.counts}")
+    file_name(slot.stem, 0)  # what is not one of our names must not become a path
+    return slot
+
+
+def _generation_from_json(data: Any) -> GenerationRecord:
+    if not isinstance(data["meta"], dict) or type(data["durable"]) is not bool:
+        raise ValueError("a generation's meta or durable has the wrong type")
+    return GenerationRecord(
+        id=_whole(data["id"]),
+        step=_whole(data["step"]),
+        meta=data["meta"],
+        durable=data["durable"],
+        slot=_slot_from_json(data["slot"]),
+        sums_crc=_wholes(data["sums_crc"]),
+    )
+
+
+def _frozen_from_json(data: Any) -> FrozenRecord | None:
+    if data is None:
+        return None
+    slot = _slot_from_json(data["slot"])
+    return FrozenRecord(slot=slot, sums_crc=_wholes(data["sums_crc"]), durable=bool(data["durable"]))
+
+
+def _manifest_from_json(data: Any) -> Manifest:
+    if data["format"] != "lamina-generations" or data["version"] != _VERSION:
+        raise ValueError(f"format {data['format']!r} version {data['version']!r}, wanted version {_VERSION}")
+    return Manifest(
+        store_id=_text(data["store_id"]),
+        job=_text(data["job"]),
+        rank=_whole(data["rank"]),
+        chunk_bytes=_whole(data["chunk_bytes"], 1),
+        generations=_whole(data["generations"], 1),
+        committed=tuple(_generation_from_json(item) for item in data["committed"]),
+        frozen=_frozen_from_json(data["frozen"]),
+        slots=tuple(_slot_from_json(item) for item in data["slots"]),
+        retired=tuple(_slot_from_json(item) for item in data["retired"]),
+        updating=None if data["updating"] is None else _whole(data["updating"]),
+        shards=tuple(shard_from_json(item) for item in data["shards"]),
+    )
+
+
+def read_manifest(path: str) -> Manifest | None:
+    """The manifest at path, or None when there is none."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    with os.fdopen(fd, "rb") as file:
+        return Manifest.from_bytes(file.read(), path)
+
+
+def write_manifest(manifest: Manifest, folder: str) -> None:
+    """Replace the folder's manifest: afterwards it is the new one, durably; if this fails or dies, the old
+    one.
+
+    Raises OSError; ENOSPC and the like leave the old manifest in place.
+    """
+    temporary = os.path.join(folder, TEMPORARY_NAME)
+    data = memoryview(manifest.to_bytes())
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        while data:
+            data = data[os.write(fd, data) :]
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+    os.rename(temporary, os.path.join(folder, MANIFEST_NAME))
+    sync_directory(folder)
+
+
+def newest(records: Sequence[GenerationRecord]) -> GenerationRecord | None:
+    """The current generation of a manifest's list."""
+    return records[0] if records else None

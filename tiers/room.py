@@ -1,0 +1,45 @@
+"""How many chunks each path gets, so that all files of a store fit. Pure."""
+
+from collections.abc import Sequence
+
+from lamina.tiers.errors import SpaceError
+from lamina.tiers.layout import Layout
+from lamina.tiers.striping import fit_weights, stripe_counts
+from lamina.tiers.tier import ShardSpec
+
+
+def plan_counts(
+    groups: Sequence[tuple[Sequence[ShardSpec], int]],
+    *,
+    weights: Sequence[float],
+    rooms: Sequence[int],
+    names: Sequence[str],
+    chunk_bytes: int,
+    what: str,
+) -> tuple[int, ...]:
+    """Stripe counts for files of several kinds.
+
+    groups: (shards of one file, how many such files). weights, rooms (bytes), names: one per path.
+    Raises SpaceError with the sum when they do not fit.
+    """
+    total = sum(number * Layout(shards, chunk_bytes=chunk_bytes).file_bytes[0] for shards, number in groups)
+    targets = list(rooms)
+    # Rounding to whole chunks may overshoot a tight path: plan again with that much less room there.
+    for _ in range(16):
+        counts = stripe_counts(fit_weights(total, weights, targets, names, what))
+        needs = [0] * len(weights)
+        for shards, number in groups:
+            for stripe, nbytes in enumerate(Layout(shards, counts=counts, chunk_bytes=chunk_bytes).file_bytes):
+                needs[stripe] += number * nbytes
+        over = [need - room for need, room in zip(needs, rooms, strict=True)]
+        if max(over) <= 0:
+            return counts
+        targets = [target - max(0, extra) for target, extra in zip(targets, over, strict=True)]
+    listed = "; ".join(f"{name}: {room:,} bytes" for name, room in zip(names, rooms, strict=True))
+    raise SpaceError(
+        f"{what} needs {total:,} bytes in chunks of {chunk_bytes:,}, which cannot be dealt out to the room "
+        "there is "
+        f"({listed}). Free space, raise tiers.nvme[].bytes or add a path to tiers.nvme",
+        wanted=total,
+        free=sum(rooms),
+    )

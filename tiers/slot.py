@@ -1,0 +1,233 @@
+"""A slot: the files of one generation, one per stripe, opened and ready for transfers."""
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+
+from lamina.aio_native import AsyncIO, File, Priority, Read, Write
+from lamina.tiers.errors import IntegrityError
+from lamina.tiers.folder import RankFolder
+from lamina.tiers.handle import Part, TransferHandle
+from lamina.tiers.layout import Layout, PlaneExtent, Segment
+from lamina.tiers.manifest import SlotRecord
+from lamina.tiers.wear import Wear
+
+
+class Slot:
+    """Open files of one slot. where: stripe -> index of its folder.
+
+    holds: copies that still read from these files; while there is one, they are not written.
+    """
+
+    def __init__(
+        self,
+        record: SlotRecord,
+        layout: Layout,
+        files: Mapping[int, File],
+        where: Mapping[int, int],
+        io: AsyncIO,
+        wear: Wear,
+    ) -> None:
+        self.record = record
+        self.layout = layout
+        self.files = dict(files)
+        self.where = dict(where)
+        self.holds = 0
+        self._given_up = False
+        self._readers: list[TransferHandle] = []
+        self.unsynced = True
+        self._io = io
+        self._wear = wear
+
+    @classmethod
+    def create(
+        cls, record: SlotRecord, layout: Layout, folders: Sequence[RankFolder], io: AsyncIO, wear: Wear
+    ) -> "Slot":
+        """Create and preallocate the files; stripe k lies in folder k. Raises OSError, with nothing left
+        behind."""
+        files: dict[int, File] = {}
+        made: list[str] = []
+        try:
+            for stripe, name in record.names().items():
+                path = folders[stripe].file(name)
+                if os.path.lexists(path):
+                    raise FileExistsError(17, "exists already", path)
+                made.append(path)
+                files[stripe] = io.open(path, writable=True, create=True, size=layout.file_bytes[stripe])
+        except OSError:
+            for file in files.values():
+                file.close()
+            for path in made:
+                if os.path.lexists(path):
+                    os.unlink(path)
+            raise
+        return cls(record, layout, files, {stripe: stripe for stripe in files}, io, wear)
+
+    @classmethod
+    def open(
+        cls,
+        record: SlotRecord,
+        layout: Layout,
+        folders: Sequence[RankFolder],
+        io: AsyncIO,
+        wear: Wear,
+        *,
+        writable: bool = True,
+    ) -> "Slot":
+        """Open existing files, each wherever among the folders it lies. Raises IntegrityError for a missing
+        file or one of the wrong length."""
+        where = locate(record, [folder.file for folder in folders])
+        files: dict[int, File] = {}
+        try:
+            for stripe, (_, path) in where.items():
+                check_length(path, layout.file_bytes[stripe])
+                files[stripe] = io.open(path, writable=writable)
+        except BaseException:
+            for file in files.values():
+                file.close()
+            raise
+        return cls(record, layout, files, {stripe: index for stripe, (index, _) in where.items()}, io, wear)
+
+    def read(self, extent: PlaneExtent, offset: int, view: memoryview, priority: Priority) -> list[Part]:
+        """Start reading len(view) bytes from byte `offset` of a plane."""
+        parts = []
+        for stripe, pieces in _by_stripe(self.layout.segments(extent, offset, len(view))):
+            file = self.files[stripe]
+            requests = [
+                Read(file, view[piece.buffer_offset : piece.buffer_offset + piece.nbytes], piece.file_offset)
+                for piece in pieces
+            ]
+            parts.append(Part(stripe, self._io.submit(requests, priority=priority)))
+            self._wear.count_read(self.where[stripe], sum(piece.nbytes for piece in pieces))
+        return parts
+
+    def write(self, extent: PlaneExtent, offset: int, view: memoryview, priority: Priority) -> list[Part]:
+        """Start writing len(view) bytes at byte `offset` of a plane."""
+        self.unsynced = True
+        parts = []
+        for stripe, pieces in _by_stripe(self.layout.segments(extent, offset, len(view))):
+            file = self.files[stripe]
+            requests = [
+                Write(file, view[piece.buffer_offset : piece.buffer_offset + piece.nbytes], piece.file_offset)
+                for piece in pieces
+            ]
+            parts.append(Part(stripe, self._io.submit(requests, priority=priority)))
+            self._wear.count_written(self.where[stripe], sum(piece.nbytes for piece in pieces))
+        return parts
+
+    def write_tables(self, tables: Sequence[bytes]) -> list[Part]:
+        """Start writing each stripe's checksum table. The tables must stay alive until the parts are done."""
+        self.unsynced = True
+        parts = []
+        for stripe, file in self.files.items():
+            if tables[stripe]:
+                offset = self.layout.sums_offsets[stripe]
+                parts.append(Part(stripe, self._io.write(file, memoryview(tables[stripe]), offset)))
+                self._wear.count_written(self.where[stripe], len(tables[stripe]))
+        return parts
+
+    def read_tables(self) -> list[bytes]:
+        """Each stripe's checksum table."""
+        tables = [b""] * len(self.layout.counts)
+        for stripe, file in self.files.items():
+            buffer = bytearray(self.layout.sums_bytes[stripe])
+            if buffer:
+                self._io.read(file, memoryview(buffer), self.layout.sums_offsets[stripe]).wait()
+            tables[stripe] = bytes(buffer)
+        return tables
+
+    def sync(self) -> list[Part]:
+        """Start making the files' data durable."""
+        return [Part(stripe, self._io.fsync(file)) for stripe, file in self.files.items()]
+
+    def linked_elsewhere(self) -> bool:
+        """Whether a file has another name, that of a checkpoint: then it must never be written again."""
+        return any(os.stat(file.path, follow_symlinks=False).st_nlink > 1 for file in self.files.values())
+
+    def paths(self) -> list[str]:
+        """The files' paths."""
+        return [os.fspath(file.path) for file in self.files.values()]
+
+    def track(self, handle: TransferHandle) -> TransferHandle:
+        """Remember a reader until it is done; see drain()."""
+        self._readers = [reader for reader in self._readers if not reader.done()]
+        self._readers.append(handle)
+        return handle
+
+    def drain(self) -> None:
+        """Wait for the readers, before the files are written again."""
+        for reader in self._readers:
+            reader.drain()
+        self._readers = []
+
+    def hold(self) -> None:
+        """Begin a copy from these files."""
+        self.holds += 1
+
+    def unhold(self) -> None:
+        """End a copy from these files."""
+        self.holds -= 1
+        if self._given_up and not self.holds:
+            self.close()
+
+    def give_up(self) -> None:
+        """Close the files as soon as nobody copies from them."""
+        self._given_up = True
+        self.drain()
+        if not self.holds:
+            self.close()
+
+    def close(self) -> None:
+        """Close the files."""
+        for file in self.files.values():
+            file.close()
+        self.files = {}
+
+
+def locate(record: SlotRecord, finders: Sequence[Callable[[str], str]]) -> dict[int, tuple[int, str]]:
+    """Stripe -> (index of the folder that has its file, path). Raises IntegrityError for a missing file."""
+    found: dict[int, tuple[int, str]] = {}
+    for stripe, name in record.names().items():
+        candidates = [finder(name) for finder in finders]
+        hits = [(index, path) for index, path in enumerate(candidates) if os.path.lexists(path)]
+        if not hits:
+            raise IntegrityError(
+                f"{name} is missing: looked for {', '.join(candidates)}. Give every path in tiers.nvme "
+                "that the "
+                "job was started with, or restore from a checkpoint",
+                path=candidates[0],
+            )
+        found[stripe] = hits[0]
+    return found
+
+
+def check_length(path: str, nbytes: int) -> None:
+    """Raise IntegrityError when a file was truncated or lengthened."""
+    found = os.stat(path, follow_symlinks=False).st_size
+    if found != nbytes:
+        how = "truncated" if found < nbytes else "lengthened"
+        raise IntegrityError(
+            f"{path} was {how}: it has {found:,} bytes, its manifest says {nbytes:,}. Restore from a checkpoint",
+            path=path,
+            offset=min(found, nbytes),
+            expected=nbytes,
+            found=found,
+        )
+
+
+def _by_stripe(segments: Sequence[Segment]) -> list[tuple[int, list[Segment]]]:
+    stripes: dict[int, list[Segment]] = {}
+    for segment in segments:
+        stripes.setdefault(segment.stripe, []).append(segment)
+    return list(stripes.items())
+
+
+def finish(parts: Sequence[Part]) -> None:
+    """Wait for all parts; raise the first failure when none is in flight any more."""
+    first: OSError | None = None
+    for part in parts:
+        try:
+            part.handle.wait()
+        except OSError as error:
+            first = first or error
+    if first is not None:
+        raise first

@@ -1,0 +1,254 @@
+"""The files of a store: which slots there are, on which paths, and the manifest that says so."""
+
+import errno
+import os
+from collections.abc import Sequence
+
+from lamina.aio_native import AsyncIO
+from lamina.tiers.errors import StoreError
+from lamina.tiers.folder import RankFolder, sync_directory
+from lamina.tiers.layout import Layout
+from lamina.tiers.manifest import (
+    FROZEN_STEM,
+    MANIFEST_NAME,
+    TEMPORARY_NAME,
+    Manifest,
+    SlotRecord,
+    file_name,
+    write_manifest,
+)
+from lamina.tiers.room import plan_counts
+from lamina.tiers.slot import Slot
+from lamina.tiers.tier import NvmePath, ShardSpec
+from lamina.tiers.wear import Wear
+
+FAULTS = (errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ENXIO, errno.ENODEV)
+"""Errors of one path that another path may make up for."""
+
+
+class SlotPool:
+    """Creates, opens, replaces and removes slots. home: the folder of the manifest. Not thread safe."""
+
+    def __init__(
+        self,
+        folders: Sequence[RankFolder],
+        paths: Sequence[NvmePath],
+        io: AsyncIO,
+        wear: Wear,
+        manifest: Manifest,
+        home: int,
+    ) -> None:
+        self.folders = list(folders)
+        self.paths = list(paths)
+        self.io = io
+        self.wear = wear
+        self.manifest = manifest
+        self.home = home
+        self.slots: dict[str, Slot] = {}
+        self.notes: list[str] = []
+        self.failed: dict[int, OSError] = {}
+        self._layouts: dict[tuple[bool, tuple[int, ...]], Layout] = {}
+
+    @property
+    def main_shards(self) -> tuple[ShardSpec, ...]:
+        """Shards that every generation holds."""
+        return tuple(shard for shard in self.manifest.shards if not shard.frozen)
+
+    @property
+    def frozen_shards(self) -> tuple[ShardSpec, ...]:
+        """Shards that are written once."""
+        return tuple(shard for shard in self.manifest.shards if shard.frozen)
+
+    def layout(self, record: SlotRecord) -> Layout:
+        """Layout of a slot's files."""
+        frozen = record.is_frozen
+        key = (frozen, record.counts)
+        if key not in self._layouts:
+            shards = self.frozen_shards if frozen else self.main_shards
+            self._layouts[key] = Layout(shards, counts=record.counts, chunk_bytes=self.manifest.chunk_bytes)
+        return self._layouts[key]
+
+    def save(self, manifest: Manifest) -> None:
+        """Make a manifest the one that counts. Raises OSError; then the one before counts."""
+        write_manifest(manifest, self.folders[self.home].path)
+        self.manifest = manifest
+
+    def rooms(self, replacing: Sequence[Slot] = ()) -> list[int]:
+        """Bytes that each path can take, counting what the removal of these slots gives back."""
+        gain = [0] * len(self.folders)
+        held = [0] * len(self.folders)
+        for slot in self.slots.values():
+            for stripe, index in slot.where.items():
+                held[index] += slot.layout.file_bytes[stripe]
+        for slot in replacing:
+            given_back = not slot.linked_elsewhere() and not slot.holds
+            for stripe, index in slot.where.items():
+                held[index] -= slot.layout.file_bytes[stripe]
+                gain[index] += slot.layout.file_bytes[stripe] if given_back else 0
+        rooms = []
+        for index, (folder, path) in enumerate(zip(self.folders, self.paths, strict=True)):
+            room = folder.free_bytes() + gain[index]
+            rooms.append(room if path.bytes is None else min(room, path.bytes - held[index]))
+        return rooms
+
+    def counts_for(self, number: int, frozen: bool, replacing: Sequence[Slot] = ()) -> tuple[int, ...]:
+        """Stripe counts for `number` new generation files and, if asked, the frozen one. Raises
+        SpaceError."""
+        groups: list[tuple[Sequence[ShardSpec], int]] = [(self.main_shards, number)]
+        if frozen:
+            groups.append((self.frozen_shards, 1))
+        return plan_counts(
+            groups,
+            weights=[0.0 if i in self.failed else path.weight for i, path in enumerate(self.paths)],
+            rooms=self.rooms(replacing),
+            names=[folder.root for folder in self.folders],
+            chunk_bytes=self.manifest.chunk_bytes,
+            what=f"job {self.manifest.job!r} rank {self.manifest.rank}: {number} generation file(s)"
+            f"{' and the frozen planes' if frozen else ''}",
+        )
+
+    def next_stem(self, after: int = 0) -> str:
+        """A name for a generation file that no path has a file of, ours or foreign."""
+        used = [slot.stem for slot in (*self.manifest.slots, *self.manifest.retired)]
+        serial = max([after - 1, *(int(stem[4:]) for stem in used if stem.startswith("gen-"))]) + 1
+        while any(
+            os.path.lexists(os.path.join(folder.path, name)) for folder in self.folders for name in self._names(serial)
+        ):
+            serial += 1
+        return f"gen-{serial}"
+
+    def _names(self, serial: int) -> list[str]:
+        return [file_name(f"gen-{serial}", stripe) for stripe in range(len(self.folders))]
+
+    def fresh(self, stems: Sequence[str], *, replacing: Sequence[Slot] = ()) -> list[Slot]:
+        """New slots instead of others (which must not be the current one). The manifest names them before
+        they exist, so that a crash leaves nothing that is not known as ours. A path that fails is left out
+        from then on.
+
+        Raises SpaceError or OSError; then the replaced slots are gone and no new one is left.
+        """
+        while True:
+            numbered = [stem for stem in stems if not stem.startswith(FROZEN_STEM)]
+            counts = self.counts_for(len(numbered), len(numbered) < len(stems), replacing)
+            records = [SlotRecord(stem=stem, counts=counts) for stem in stems]
+            self._announce(records, replacing)
+            replacing = ()
+            made: list[Slot] = []
+            try:
+                for record in records:
+                    slot = Slot.create(record, self.layout(record), self.folders, self.io, self.wear)
+                    made.append(slot)
+                for index in {index for slot in made for index in slot.where.values()}:
+                    sync_directory(self.folders[index].path)
+                self.slots.update({slot.record.stem: slot for slot in made})
+                return made
+            except OSError as error:
+                for slot in made:
+                    self.discard(slot)
+                self.blame(error)
+
+    def _announce(self, records: Sequence[SlotRecord], replacing: Sequence[Slot]) -> None:
+        gone = {slot.record.stem for slot in replacing}
+        new = {record.stem for record in records}
+        kept = tuple(slot for slot in self.manifest.slots if slot.stem not in gone | new)
+        # What is not there any more (given up by an earlier try) must not stay listed either.
+        kept = tuple(slot for slot in kept if slot.stem in self.slots)
+        retired = tuple(slot.record for slot in replacing)
+        self.save(self.manifest.with_(slots=(*kept, *records), retired=(*self.manifest.retired, *retired)))
+        for slot in replacing:
+            self.discard(slot)
+        self.save_retired()
+
+    def save_retired(self) -> None:
+        """Forget retired names whose files are gone (in memory; the next manifest says so on disk)."""
+        left = tuple(record for record in self.manifest.retired if self._exists(record))
+        self.manifest = self.manifest.with_(retired=left)
+
+    def _exists(self, record: SlotRecord) -> bool:
+        names = record.names().values()
+        return any(os.path.lexists(os.path.join(folder.path, name)) for folder in self.folders for name in names)
+
+    def discard(self, slot: Slot) -> None:
+        """Remove a slot's names. A copy that still reads keeps its open files; a checkpoint keeps its own
+        names."""
+        self.slots.pop(slot.record.stem, None)
+        for stripe, index in slot.where.items():
+            self.folders[index].remove([slot.record.names()[stripe]])
+        slot.give_up()
+
+    def forget(self, records: Sequence[SlotRecord]) -> None:
+        """Remove what is left of slots that could not be opened."""
+        stems = {record.stem for record in records}
+        kept = tuple(slot for slot in self.manifest.slots if slot.stem not in stems)
+        self.save(self.manifest.with_(slots=kept, retired=(*self.manifest.retired, *records)))
+        for record in records:
+            for folder in self.folders:
+                folder.remove(record.names().values())
+        self.notes.append(f"made anew: {', '.join(sorted(stems))}, which a crash had left unfinished")
+        self.save_retired()
+
+    def drop(self, slots: Sequence[Slot]) -> None:
+        """Give up slots for good."""
+        gone = {slot.record.stem for slot in slots}
+        manifest = self.manifest
+        self.save(
+            manifest.with_(
+                slots=tuple(slot for slot in manifest.slots if slot.stem not in gone),
+                committed=tuple(record for record in manifest.committed if record.slot.stem not in gone),
+                retired=(*manifest.retired, *(slot.record for slot in slots)),
+            )
+        )
+        for slot in slots:
+            self.discard(slot)
+        self.save_retired()
+
+    def writable(self, slot: Slot) -> bool:
+        """Whether a slot's files may be written again: no checkpoint has them, no copy reads them, no path
+        failed."""
+        return not (slot.holds or slot.linked_elsewhere() or set(slot.where.values()) & set(self.failed))
+
+    def close(self, *, remove: bool) -> None:
+        """Close all files; remove: delete them and the manifest."""
+        slots = list(self.slots.values())
+        for slot in slots:
+            slot.drain()
+            slot.close()
+        self.slots = {}
+        if remove:
+            self.folders[self.home].remove([MANIFEST_NAME, TEMPORARY_NAME])
+            for slot in slots:
+                for stripe, index in slot.where.items():
+                    self.folders[index].remove([slot.record.names()[stripe]])
+
+    def blame(self, error: OSError) -> None:
+        """Take the path that an error names out of use, if another can take over; otherwise raise it."""
+        index = self.index_of(error)
+        usable = [i for i in range(len(self.paths)) if i not in self.failed and i != index]
+        if index is None or error.errno not in FAULTS or not usable:
+            raise error
+        self.mark_failed(index, error)
+
+    def mark_failed(self, index: int, error: OSError) -> None:
+        """From now on nothing new is put on this path."""
+        if index not in self.failed:
+            self.failed[index] = error
+            self.notes.append(
+                f"{self.folders[index].root} failed ({error}): new generations use the other paths until the next start"
+            )
+
+    def index_of(self, error: OSError) -> int | None:
+        """The path that an I/O error is about."""
+        name = getattr(error, "path", None) or error.filename
+        if name is None:
+            return None
+        for index, folder in enumerate(self.folders):
+            if os.path.dirname(os.fspath(name)) == folder.path:
+                return index
+        return None
+
+    def require_slot(self, record: SlotRecord) -> Slot:
+        """An open slot. Raises StoreError when it is not one of ours."""
+        try:
+            return self.slots[record.stem]
+        except KeyError:
+            raise StoreError(f"slot {record.stem} is not open") from None

@@ -1,0 +1,330 @@
+"""The generation store: a rank's NVMe state, updated out of place and made current by one atomic rename."""
+
+import os
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lamina.aio_native import AsyncIO, Priority
+from lamina.tiers.chunk_sums import ChunkSums
+from lamina.tiers.errors import StoreError
+from lamina.tiers.handle import TransferHandle
+from lamina.tiers.lock import FolderLock
+from lamina.tiers.manifest import MANIFEST_NAME, FrozenRecord, GenerationRecord, read_manifest
+from lamina.tiers.opening import Opening, Verify, read_sums, table_crcs
+from lamina.tiers.slot import Slot
+from lamina.tiers.slot_pool import SlotPool
+from lamina.tiers.stream import check_chunks
+from lamina.tiers.tier import NvmePath, Plane, ShardSpec
+from lamina.tiers.transaction import Source, Target, Transaction, TransactionState, fault
+from lamina.tiers.wear import PathWear
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationInfo:
+    """A committed generation: its number, the training step and what the caller wanted remembered."""
+
+    id: int
+    step: int
+    meta: Mapping[str, Any]
+    durable: bool
+
+
+def as_bytes(buffer: Any) -> memoryview:
+    """A flat byte view of a buffer. Raises TypeError when it is not contiguous."""
+    view = memoryview(buffer)
+    if not view.c_contiguous:
+        raise TypeError("the buffer must be contiguous")
+    return view.cast("B") if view.nbytes else memoryview(b"")
+
+
+class GenerationStore:
+    """State of one rank of one job on one or more NVMe paths. Made by open(); thread safe; context manager.
+
+    recovered: sentences about what the opening found and did.
+    """
+
+    def __init__(
+        self, pool: SlotPool, locks: Sequence[FolderLock], *, verify: Verify, recovered: Sequence[str]
+    ) -> None:
+        self.recovered = tuple(recovered)
+        self._pool = pool
+        self._locks = list(locks)
+        self._verify: Verify = verify
+        self._lock = threading.RLock()
+        self._committed = list(pool.manifest.committed)
+        self._sums: dict[str, ChunkSums] = {}
+        self._transaction: Transaction | None = None
+        self._torn = False
+        self._closed = False
+        self._frozen_names = frozenset(shard.name for shard in pool.frozen_shards)
+
+    @classmethod
+    def open(
+        cls,
+        paths: Sequence[NvmePath],
+        *,
+        job: str,
+        rank: int,
+        shards: Sequence[ShardSpec],
+        io: AsyncIO,
+        generations: int = 2,
+        verify: Verify = "resume",
+        chunk_bytes: int | None = None,
+        discard_torn: bool = False,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> "GenerationStore":
+        """Create the rank's files, or reopen them at the last committed generation.
+
+        generations: file sets that rotate. 2: update out of place. 3: one more committed generation is kept.
+        1: update in place, with half the space; a crash during an update then loses the state (checkpoints
+        remain). verify: "resume" checks every byte here; "always" also whatever is read; "off" nothing.
+        progress(done, total): bytes checked so far. discard_torn: start anew after a cut in-place update.
+
+        Raises LockedError (in use), LayoutError (other shards), SpaceError (no room), IntegrityError
+        (damage), StoreError, ValueError.
+        """
+        opening = Opening(paths, job=job, rank=rank, shards=shards, io=io, generations=generations, verify=verify)
+        pool, locks = opening.run(chunk_bytes=chunk_bytes, discard_torn=discard_torn)
+        store = cls(pool, locks, verify=verify, recovered=opening.notes)
+        try:
+            store._load(progress)
+        except BaseException:
+            store.close()
+            raise
+        return store
+
+    def _load(self, progress: Callable[[int, int], None] | None) -> None:
+        check = self._verify != "off"
+        if self._committed:
+            record = self._committed[0]
+            slot = self._pool.require_slot(record.slot)
+            title = f"generation {record.id}, step {record.step}"
+            self._sums[record.slot.stem] = read_sums(slot, record.sums_crc, title, check=check, progress=progress)
+        frozen = self._pool.manifest.frozen
+        if frozen is not None:
+            slot = self._pool.require_slot(frozen.slot)
+            sums = read_sums(slot, frozen.sums_crc, "frozen planes", check=check, progress=progress)
+            self._sums[frozen.slot.stem] = sums
+
+    @property
+    def current(self) -> GenerationInfo | None:
+        """The last committed generation, or None before the first commit."""
+        with self._lock:
+            return _info(self._committed[0]) if self._committed else None
+
+    @property
+    def shards(self) -> tuple[ShardSpec, ...]:
+        """What the store holds, in execution order."""
+        return self._pool.manifest.shards
+
+    @property
+    def bytes_on_disk(self) -> int:
+        """Bytes of all files that are open, padding and checksums included."""
+        with self._lock:
+            return sum(sum(slot.layout.file_bytes) for slot in self._pool.slots.values())
+
+    def read(
+        self, shard: str, plane: Plane, buffer: Any, *, offset: int = 0, priority: Priority = Priority.DEMAND
+    ) -> TransferHandle:
+        """Start reading from BYTE offset of a plane of the current generation into a writable buffer.
+
+        The handle owns the buffer; its wait() raises IntegrityError under verify="always" when a chunk that
+        was read whole is damaged. Raises KeyError, ValueError, StoreError.
+        """
+        view = as_bytes(buffer)
+        if view.readonly and len(view):
+            raise TypeError(f"{shard}/{plane}: the buffer to read into is read-only")
+        with self._lock:
+            slot, sums, title = self._readable(shard)
+            extent = slot.layout.extent(shard, plane)
+            parts = slot.read(extent, offset, view, priority)
+            if self._verify != "always" or self._torn:
+                return slot.track(TransferHandle(parts, view))
+
+        def check(data: memoryview) -> None:
+            check_chunks(slot, sums, extent, offset, data, title)
+
+        return slot.track(TransferHandle(parts, view, finish=check))
+
+    def _readable(self, shard: str) -> tuple[Slot, ChunkSums, str]:
+        self._require_open()
+        manifest = self._pool.manifest
+        if shard in self._frozen_names:
+            if manifest.frozen is None:
+                raise StoreError(
+                    f"shard {shard} is frozen and was not written yet: commit a transaction that writes it"
+                )
+            stem, title = manifest.frozen.slot.stem, "frozen planes"
+        else:
+            if not self._committed:
+                raise StoreError(f"nothing was committed yet, so {shard} cannot be read")
+            record = self._committed[0]
+            stem, title = record.slot.stem, f"generation {record.id}, step {record.step}"
+        return self._pool.slots[stem], self._sums[stem], title
+
+    def begin(self) -> Transaction:
+        """Start the next generation. Raises StoreError when one is open already, SpaceError when a checkpoint
+        holds the files that would be next and there is no room for new ones."""
+        with self._lock:
+            self._require_open()
+            if self._transaction is not None:
+                raise StoreError(
+                    f"the transaction of generation {self._transaction.id} is still open: commit() or abort() it first"
+                )
+            current = self._committed[0] if self._committed else None
+            source = None
+            if current is not None:
+                title = f"generation {current.id}, step {current.step}"
+                source = Source(
+                    slot=self._pool.slots[current.slot.stem], sums=self._sums[current.slot.stem], title=title
+                )
+            self._pool.wear.start_step()
+            self._transaction = Transaction(
+                self,
+                self._main_target(source),
+                self._frozen_target(),
+                source,
+                generation_id=current.id + 1 if current else 1,
+                frozen_names=self._frozen_names,
+                verify=self._verify,
+                as_bytes=as_bytes,
+            )
+            return self._transaction
+
+    def _frozen_target(self) -> Target | None:
+        if not self._frozen_names or self._pool.manifest.frozen is not None:
+            return None
+        slot = next(slot for slot in self._pool.slots.values() if slot.record.is_frozen)
+        return Target(slot=slot, sums=ChunkSums(slot.layout))
+
+    def _main_target(self, source: Source | None) -> Target:
+        pool = self._pool
+        if pool.manifest.generations == 1 and source is not None and pool.writable(source.slot):
+            source.slot.drain()
+            return Target(slot=source.slot, sums=ChunkSums(source.slot.layout, source.sums.values[:]), in_place=True)
+        age = {record.slot.stem: -record.id for record in self._committed}
+        others = [s for s in pool.slots.values() if not s.record.is_frozen and (source is None or s is not source.slot)]
+        others.sort(key=lambda slot: -age.get(slot.record.stem, 1))
+        slot = others[0] if others else None
+        if slot is not None:
+            # What is about to be overwritten is no generation any more.
+            self._committed = [record for record in self._committed if record.slot.stem != slot.record.stem]
+            slot.drain()
+        if slot is None or not pool.writable(slot):
+            (slot,) = pool.fresh([pool.next_stem()], replacing=[slot] if slot else [])
+        return Target(slot=slot, sums=ChunkSums(slot.layout))
+
+    def first_write(self, target: Target) -> None:
+        """[Owner] Say on disk that an in-place update has begun, so that a crash is noticed."""
+        if target.in_place:
+            self._pool.save(self._pool.manifest.with_(updating=self._committed[0].id + 1))
+            self._torn = True
+
+    def replace_slot(self, target: Target, stripe: int, error: OSError) -> Slot:
+        """[Owner] Files without the path that failed."""
+        raise fault(error, "a write") from error
+
+    def publish(self, targets: Iterable[Target], step: int, meta: Mapping[str, Any], durable: bool) -> None:
+        """[Owner] The atomic commit."""
+        with self._lock:
+            manifest = self._pool.manifest
+            frozen = manifest.frozen
+            main: Target | None = None
+            for target in targets:
+                if target.slot.record.is_frozen:
+                    frozen = FrozenRecord(slot=target.slot.record, sums_crc=table_crcs(target.sums), durable=durable)
+                else:
+                    main = target
+            if main is None:
+                raise StoreError("a transaction without files")
+            last = self._committed[0].id if self._committed else 0
+            record = GenerationRecord(
+                id=last + 1,
+                step=step,
+                meta=meta,
+                durable=durable,
+                slot=main.slot.record,
+                sums_crc=table_crcs(main.sums),
+            )
+            older = [old for old in self._committed if old.slot.stem != record.slot.stem]
+            kept = older[: max(0, manifest.generations - 1)]
+            self._save(manifest.with_(committed=(record, *kept), frozen=frozen, updating=None))
+            self._committed = [record, *kept]
+            self._sums = {target.slot.record.stem: target.sums for target in targets} | {
+                stem: sums for stem, sums in self._sums.items() if stem == (frozen.slot.stem if frozen else "")
+            }
+            self._torn = False
+
+    def _save(self, manifest: Any) -> None:
+        """Write a manifest; if that fails after the rename, what is on disk decides."""
+        try:
+            self._pool.save(manifest)
+        except OSError as error:
+            path = os.path.join(self._pool.folders[self._pool.home].path, MANIFEST_NAME)
+            found = read_manifest(path)
+            if found is None or found.to_bytes() != manifest.to_bytes():
+                raise fault(error, f"writing {path}") from error
+            self._pool.manifest = manifest
+            self._pool.notes.append(f"{path} was replaced, but making that durable failed: {error}")
+
+    def closed(self, state: TransactionState, targets: Iterable[Target]) -> None:
+        """[Owner] A transaction has ended."""
+        with self._lock:
+            self._transaction = None
+
+    def wear(self) -> list[PathWear]:
+        """Bytes written and read per path, since the opening and in the current step."""
+        return self._pool.wear.report()
+
+    def report(self) -> str:
+        """What the store is, where it lies, what happened to it and what it has written, for people."""
+        with self._lock:
+            manifest = self._pool.manifest
+            info = self.current
+            lines = [
+                f"job {manifest.job!r} rank {manifest.rank}: {len(manifest.shards)} shards, "
+                f"{self.bytes_on_disk:,} bytes "
+                f"on disk in {manifest.generations} generation(s)",
+                f"current: generation {info.id}, step {info.step}" if info else "nothing committed yet",
+            ]
+            if manifest.generations == 1:
+                lines.append("updates in place: a crash during an update loses the state, checkpoints remain")
+            lines += [f"{wear.path}: {wear.written:,} bytes written, {wear.read:,} read" for wear in self.wear()]
+            return "\n".join([*lines, *self.recovered, *self._pool.notes])
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise StoreError("the store is closed: open it again")
+        if self._torn and self._transaction is None:
+            raise StoreError(
+                "an in-place update was cut (generations: 1), so the state is a mixture of two steps: "
+                "restore from a checkpoint, and use generations: 2 where there is room"
+            )
+
+    def close(self, *, remove: bool = False) -> None:
+        """Abort what is open, close the files and unlock. remove: delete this rank's files, and the folders
+        that are empty then. Harmless when repeated."""
+        with self._lock:
+            if self._closed:
+                return
+            if self._transaction is not None:
+                self._transaction.abort()
+            self._closed = True
+            self._pool.close(remove=remove)
+            for lock in self._locks:
+                lock.release(remove=remove)
+            if remove:
+                for folder in self._pool.folders:
+                    folder.remove_empty()
+
+    def __enter__(self) -> "GenerationStore":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def _info(record: GenerationRecord) -> GenerationInfo:
+    return GenerationInfo(id=record.id, step=record.step, meta=dict(record.meta), durable=record.durable)

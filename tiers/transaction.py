@@ -1,0 +1,329 @@
+"""A transaction: the next generation while it is written, and the promise that it counts as a whole or not at
+all."""
+
+import enum
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from lamina.aio_native import Priority
+from lamina.tiers.chunk_sums import ChunkSums
+from lamina.tiers.errors import StorageFault, StoreError
+from lamina.tiers.handle import Part, TransferHandle
+from lamina.tiers.layout import ALIGN, PlaneExtent, align_up
+from lamina.tiers.slot import Slot, finish
+from lamina.tiers.stream import Piece, Scratch, check_chunks, cut, pump
+from lamina.tiers.tier import Plane
+
+
+class TransactionState(enum.StrEnum):
+    """OPEN leads to COMMITTED or ABORTED, nothing else to anything."""
+
+    OPEN = "open"
+    COMMITTED = "committed"
+    ABORTED = "aborted"
+
+
+@dataclass(kw_only=True)
+class Target:
+    """Files being written and what is known of their chunks. in_place: they hold the current generation
+    too."""
+
+    slot: Slot
+    sums: ChunkSums
+    in_place: bool = False
+    dirty: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """The generation that untouched planes are carried over from."""
+
+    slot: Slot
+    sums: ChunkSums
+    title: str
+
+
+class Owner(Protocol):
+    """What a transaction needs of its store."""
+
+    def first_write(self, target: Target) -> None:
+        """Called before the first byte of a target is written."""
+
+    def replace_slot(self, target: Target, stripe: int, error: OSError) -> Slot:
+        """A fresh slot without the failed path; raises StorageFault when there is none."""
+
+    def publish(self, targets: Iterable[Target], step: int, meta: Mapping[str, Any], durable: bool) -> None:
+        """Make the targets the current generation."""
+
+    def closed(self, state: TransactionState, targets: Iterable[Target]) -> None:
+        """The transaction has ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Write:
+    target: Target
+    extent: PlaneExtent
+    offset: int
+    nbytes: int
+    handle: TransferHandle
+
+    def touches(self, extent: PlaneExtent, offset: int, nbytes: int) -> bool:
+        """Whether the two share a 4096-byte block (a direct write of part of one rewrites all of it)."""
+        begin, end = self.offset - self.offset % ALIGN, align_up(self.offset + self.nbytes)
+        same = self.extent.shard == extent.shard and self.extent.plane == extent.plane
+        return same and begin < align_up(offset + nbytes) and offset - offset % ALIGN < end
+
+
+class Transaction:
+    """Writes the next generation out of place. Made by GenerationStore.begin(); thread safe.
+
+    As a context manager it aborts unless commit() was reached.
+    """
+
+    def __init__(
+        self,
+        owner: Owner,
+        main: Target,
+        frozen: Target | None,
+        source: Source | None,
+        *,
+        generation_id: int,
+        frozen_names: frozenset[str],
+        verify: str,
+        as_bytes: Callable[[Any], memoryview],
+    ) -> None:
+        self.id = generation_id
+        self.state = TransactionState.OPEN
+        self._owner = owner
+        self._main = main
+        self._frozen = frozen
+        self._source = source
+        self._frozen_names = frozen_names
+        self._verify = verify
+        self._as_bytes = as_bytes
+        self._pending: list[_Write] = []
+        self._lock = threading.RLock()
+
+    def write(
+        self,
+        shard: str,
+        plane: Plane,
+        buffer: Any,
+        *,
+        offset: int = 0,
+        priority: Priority = Priority.WRITE_BACK,
+    ) -> TransferHandle:
+        """Start writing a buffer at BYTE offset of a plane. Any size and offset; the last of overlapping
+        writes wins.
+
+        The buffer must not change until the handle's wait() returns (or commit does). Raises KeyError,
+        ValueError for what does not exist, StoreError for a frozen plane that is written already.
+        """
+        view = self._as_bytes(buffer)
+        with self._lock:
+            self._require_open()
+            target = self._target(shard)
+            extent = target.slot.layout.extent(shard, plane)
+            handle = self._start(target, extent, offset, view, priority)
+        # The checksum is taken while the disk works; both only read.
+        measured = target.sums.measure(extent, offset, view)
+        with self._lock:
+            target.sums.put(measured)
+        return handle
+
+    def read(
+        self, shard: str, plane: Plane, buffer: Any, *, offset: int = 0, priority: Priority = Priority.DEMAND
+    ) -> TransferHandle:
+        """Read back what this transaction wrote. Raises StoreError for bytes that it has not written."""
+        view = self._as_bytes(buffer)
+        with self._lock:
+            self._require_open()
+            target = self._target(shard)
+            extent = target.slot.layout.extent(shard, plane)
+            target.slot.layout.check_range(extent, offset, len(view))
+            if not target.sums.covered(extent, offset, len(view)):
+                raise StoreError(
+                    f"{extent.title}: bytes {offset:,} to {offset + len(view):,} were not all written in "
+                    "this "
+                    "transaction: write them, call copy_rest(), or read the current generation from the store"
+                )
+            self._settle(write for write in self._pending if write.touches(extent, offset, len(view)))
+            parts = target.slot.read(extent, offset, view, priority)
+            return target.slot.track(TransferHandle(parts, view))
+
+    def missing(self) -> list[str]:
+        """Names of the planes (shard/plane) of which bytes are still missing."""
+        with self._lock:
+            return [
+                extent.title
+                for target in self._targets()
+                for extent in target.slot.layout.extents.values()
+                if next(iter(target.sums.gaps(extent)), None) is not None
+            ]
+
+    def copy_rest(self) -> int:
+        """Carry over from the current generation what this transaction has not written; bytes copied.
+
+        Runs through a few buffers (see stream.SCRATCH_BYTES). Raises StoreError before the first commit and
+        IntegrityError when the current generation is damaged.
+        """
+        with self._lock:
+            self._require_open()
+            target, source = self._main, self._source
+            gaps = [
+                (extent, offset, nbytes)
+                for extent in target.slot.layout.extents.values()
+                for offset, nbytes in target.sums.gaps(extent)
+            ]
+        if not gaps:
+            return 0
+        if source is None:
+            raise StoreError(
+                f"nothing was committed yet, so {gaps[0][0].title} cannot be carried over: write every plane"
+            )
+        with Scratch(target.slot.layout.chunk_bytes) as scratch:
+            pieces = cut(gaps, source.slot.layout.chunk_bytes, scratch.piece_bytes)
+            pump(source.slot, pieces, scratch, lambda piece, view: self._carry(target, source, piece, view))
+        return sum(nbytes for _, _, nbytes in gaps)
+
+    def _carry(self, target: Target, source: Source, piece: Piece, view: memoryview) -> TransferHandle:
+        if self._verify != "off":
+            check_chunks(source.slot, source.sums, piece.extent, piece.offset, view, source.title)
+        part = view[piece.start : piece.end]
+        offset = piece.offset + piece.start
+        with self._lock:
+            self._require_open()
+            extent = target.slot.layout.extent(piece.extent.shard, piece.extent.plane)
+            handle = self._start(target, extent, offset, part, Priority.WRITE_BACK)
+            target.sums.put(target.sums.measure(extent, offset, part))
+        return handle
+
+    def commit(self, step: int, meta: Mapping[str, Any] | None = None, *, durable: bool = False) -> None:
+        """Make this the current generation.
+
+        After a kill of the process the store reopens with this generation or, before this returns, with the
+        one before; durable also survives the loss of power. Raises StoreError naming planes that are missing
+        (the transaction stays open) and StorageFault when a disk failed (abort it; the generation before
+        still counts).
+        """
+        with self._lock:
+            self._require_open()
+            self._settle(list(self._pending))
+            missing = self.missing()
+            if missing:
+                more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
+                raise StoreError(
+                    f"cannot commit step {step}: not written: {', '.join(missing[:8])}{more}. Write them, "
+                    "or call "
+                    "copy_rest() to carry them over from the current generation"
+                )
+            for target in self._targets():
+                self._finish_target(target, durable)
+            self._owner.publish(self._targets(), step, dict(meta or {}), durable)
+            self._end(TransactionState.COMMITTED)
+
+    def abort(self) -> None:
+        """Drop what was written; harmless when repeated or after commit()."""
+        with self._lock:
+            if self.state is TransactionState.OPEN:
+                for write in self._pending:
+                    write.handle.drain()
+                self._end(TransactionState.ABORTED)
+
+    def __enter__(self) -> "Transaction":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.abort()
+
+    def _end(self, state: TransactionState) -> None:
+        self._pending = []
+        self.state = state
+        self._owner.closed(state, self._targets())
+
+    def _require_open(self) -> None:
+        if self.state is not TransactionState.OPEN:
+            raise StoreError(f"the transaction of generation {self.id} is {self.state}: begin() another")
+
+    def _targets(self) -> list[Target]:
+        return [self._main] if self._frozen is None else [self._main, self._frozen]
+
+    def _target(self, shard: str) -> Target:
+        if shard not in self._frozen_names:
+            return self._main
+        if self._frozen is None:
+            raise StoreError(f"shard {shard} is frozen and was written already: frozen shards are written once")
+        return self._frozen
+
+    def _start(
+        self, target: Target, extent: PlaneExtent, offset: int, view: memoryview, priority: Priority
+    ) -> TransferHandle:
+        """Put a write under way. The lock is held."""
+        target.slot.layout.check_range(extent, offset, len(view))
+        self._reap()
+        self._settle(write for write in list(self._pending) if write.touches(extent, offset, len(view)))
+        if not target.dirty:
+            self._owner.first_write(target)
+            target.dirty = True
+
+        def rescue(stripe: int, error: OSError) -> list[Part]:
+            self._rescue(target, stripe, error)
+            return target.slot.write(target.slot.layout.extent(extent.shard, extent.plane), offset, view, priority)
+
+        parts = target.slot.write(extent, offset, view, priority)
+        handle = TransferHandle(parts, view, rescue=rescue, lock=self._lock)
+        self._pending.append(_Write(target, extent, offset, len(view), handle))
+        return handle
+
+    def _reap(self) -> None:
+        """Let go of writes that are done; a failed one is rescued or raises."""
+        while self._pending and self._pending[0].handle.done():
+            self._settle([self._pending[0]])
+
+    def _settle(self, writes: Iterable[_Write]) -> None:
+        for write in list(writes):
+            write.handle.wait()
+            if write in self._pending:
+                self._pending.remove(write)
+
+    def _finish_target(self, target: Target, durable: bool) -> None:
+        """Checksums that overlapping writes hid, the checksum tables, and durability."""
+        chunk_bytes = target.slot.layout.chunk_bytes
+        stale = [
+            (extent, chunk * chunk_bytes, target.sums.chunk_bytes(extent, chunk))
+            for extent in target.slot.layout.extents.values()
+            for chunk in target.sums.stale(extent)
+        ]
+        if stale:
+            with Scratch(chunk_bytes, 4 * chunk_bytes) as scratch:
+
+                def settle(piece: Piece, view: memoryview) -> None:
+                    target.sums.recompute(piece.extent, piece.offset // chunk_bytes, view)
+
+                pump(target.slot, cut(stale, chunk_bytes, chunk_bytes), scratch, settle)
+        tables = target.sums.tables()
+        try:
+            finish(target.slot.write_tables(tables))
+            if durable:
+                finish(target.slot.sync())
+                target.slot.unsynced = False
+        except OSError as error:
+            raise fault(error, "the checksums or the durability of a generation") from error
+
+    def _rescue(self, target: Target, stripe: int, error: OSError) -> None:
+        """A write failed: move the transaction to other files, unless another write's failure already did."""
+        raise fault(error, "a write") from error
+
+
+def fault(error: OSError, what: str) -> StorageFault:
+    """The error for a disk that failed with nothing to take over."""
+    path = str(getattr(error, "path", None) or error.filename or "")
+    return StorageFault(
+        f"{what} failed: {error}. The last committed generation is intact: abort this transaction, free "
+        "space or give "
+        "another path in tiers.nvme, and go on from there",
+        errno=error.errno,
+        path=path,
+    )
