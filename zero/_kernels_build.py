@@ -1,7 +1,7 @@
-"""cffi build script of lamina.zero._kernels: plain C, the fast paths chosen at run time, no GPU toolkit needed.
+"""cffi build script of lamina.zero._kernels: plain C, paths chosen at run time, no GPU toolkit needed.
 
-The header is both the C interface and cffi's declarations: preprocessor lines are dropped, the rest is read as
-it stands.
+The header is both the C interface and cffi's declarations: preprocessor lines are dropped, the rest is read
+as it stands.
 """
 
 from pathlib import Path

@@ -1,9 +1,9 @@
 """The CPU kernels of the optimizer step: Adam and its companions over flat planes, in C, given by address.
 
 A plane is a contiguous run of n elements at a raw address that the caller keeps alive during the call; fp32
-planes must lie at a multiple of 4, 16-bit planes of 2. Calls release the GIL, and one Kernels may be called from
-several Python threads at once (large calls take turns). Results do not depend on threads, path, chunks or
-alignment.
+planes must lie at a multiple of 4, 16-bit planes of 2. Calls release the GIL, and one Kernels may be called
+from several Python threads at once (large calls take turns). Results do not depend on threads, path, chunks
+or alignment.
 """
 
 import enum
@@ -14,6 +14,7 @@ import warnings
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from lamina.zero._kernels import ffi, lib
 
@@ -53,7 +54,7 @@ class AdamHyper:
     weight_decay: float = 0.0
     step: int
     adamw_mode: bool = True
-    """True: param shrinks by lr * weight_decay (AdamW). False: weight_decay * param is added to the gradient."""
+    """True: param shrinks by lr * weight_decay (AdamW). False: weight_decay * param joins the gradient."""
     maximize: bool = False
     bias_correction: bool = True
 
@@ -72,15 +73,86 @@ class AdamHyper:
             raise ValueError("lr is NaN: give a number")
 
 
+class AdamBatch:
+    """Adam updates of separate planes to be done together (Kernels.adam_batch); reusable after clear()."""
+
+    def __init__(self) -> None:
+        self._args = ffi.new("lk_adam_args[]", 1)
+        self._count = 0
+        self._scalars: tuple[AdamHyper, float, Any] | None = None
+
+    @property
+    def args(self) -> Any:
+        """The C array; only the first len(batch) entries count."""
+        return self._args
+
+    def __len__(self) -> int:
+        return self._count
+
+    def clear(self) -> None:
+        """Forgets the updates, keeps the memory."""
+        self._count = 0
+
+    def add(
+        self,
+        n: int,
+        *,
+        hyper: AdamHyper,
+        param: int,
+        param_dtype: DType,
+        grad: int,
+        grad_dtype: DType,
+        exp_avg: int,
+        exp_avg_sq: int,
+        master: int = 0,
+        remainder: int = 0,
+        grad_multiplier: float = 1.0,
+        adopt_param: bool = False,
+    ) -> None:
+        """Adds one update: as Kernels.adam, but nothing runs yet."""
+        _check_planes(
+            n,
+            (param, param_dtype.itemsize, "param"),
+            (grad, grad_dtype.itemsize, "grad"),
+            (exp_avg, 4, "exp_avg"),
+            (exp_avg_sq, 4, "exp_avg_sq"),
+        )
+        kind = _master_kind(param_dtype, master, remainder, n)
+        if kind != _IN_PARAM and n > 0:
+            _check_planes(n, (master, 4, "master") if kind == _COPY else (remainder, 2, "remainder"))
+        if self._count == len(self._args):
+            larger = ffi.new("lk_adam_args[]", 2 * self._count)
+            larger[0 : self._count] = self._args[0 : self._count]
+            self._args = larger
+        args = ffi.addressof(self._args[self._count])
+        ffi.memmove(args, self._scalars_for(hyper, grad_multiplier), ffi.sizeof("lk_adam_args"))
+        args.n = n
+        args.param, args.param_dtype = param, param_dtype
+        args.grad, args.grad_dtype = grad, grad_dtype
+        args.exp_avg, args.exp_avg_sq = exp_avg, exp_avg_sq
+        args.master, args.remainder = master, remainder
+        args.master_kind = kind
+        args.adopt_param = adopt_param
+        self._count += 1
+
+    def _scalars_for(self, hyper: AdamHyper, grad_multiplier: float) -> Any:
+        """A C struct with the scalars filled in, kept for the next update with the same ones."""
+        if self._scalars is None or self._scalars[0] is not hyper or self._scalars[1] != grad_multiplier:
+            args = ffi.new("lk_adam_args *")
+            _fill_scalars(args, hyper, grad_multiplier)
+            self._scalars = hyper, grad_multiplier, args
+        return self._scalars[2]
+
+
 class Kernels:
     """The kernels on one dispatch path with a fixed pool of C threads.
 
-    num_threads counts all threads that work on a call, the caller's included; None takes the cores this process
-    may use divided by LOCAL_WORLD_SIZE, if a launcher has set it, and warns (SingleCoreWarning) when that leaves
-    one. cores binds the threads to these cores, in turn; then the caller itself only waits, so that updates stay
-    off the cores that compute (calls of one chunk still run on the caller).
-    path forces "avx512", "avx2", "neon" or "portable"; None takes the best. Raises ValueError for an unknown
-    path, for one that this processor lacks, and for cores that do not exist here.
+    num_threads counts all threads that work on a call, the caller's included; None takes the cores this
+    process may use divided by LOCAL_WORLD_SIZE, if a launcher has set it, and warns (SingleCoreWarning)
+    when that leaves one. cores binds the threads to these cores, in turn; then the caller itself only
+    waits, so that updates stay off the cores that compute (calls of one chunk still run on the caller).
+    path forces "avx512", "avx2", "neon" or "portable"; None takes the best. Raises ValueError for an
+    unknown path, for one that this processor lacks, and for cores that do not exist here.
     """
 
     path: str
@@ -134,36 +206,39 @@ class Kernels:
     ) -> None:
         """One Adam step over n elements in one pass, in place; the gradient is only read.
 
-        fp32 parameters are their own master. A bf16 parameter takes either `remainder` (int16, see split_bf16)
-        or `master` (fp32), an fp16 one takes `master`; the new parameter is the rounded new master. exp_avg and
-        exp_avg_sq are fp32. grad_multiplier (unscale times clip) is rounded to fp32 and applied to the gradient
-        first. adopt_param, with `master`: where param is not the rounded master, it was edited and becomes the
-        master.
+        fp32 parameters are their own master. A bf16 parameter takes either `remainder` (int16, see
+        split_bf16) or `master` (fp32), an fp16 one takes `master`; the new parameter is the rounded new
+        master. exp_avg and exp_avg_sq are fp32. grad_multiplier (unscale times clip) is rounded to fp32 and
+        applied to the gradient first. adopt_param, with `master`: where param is not the rounded master, it
+        was edited and becomes the master.
         """
-        self._check(n, (param, param_dtype.itemsize, "param"), (grad, grad_dtype.itemsize, "grad"))
-        self._check(n, (exp_avg, 4, "exp_avg"), (exp_avg_sq, 4, "exp_avg_sq"))
-        kind = _master_kind(param_dtype, master, remainder, n)
-        if kind == _COPY:
-            self._check(n, (master, 4, "master"))
-        elif kind == _SPLIT:
-            self._check(n, (remainder, 2, "remainder"))
-        args = ffi.new("lk_adam_args *")
-        args.n = n
-        args.param, args.param_dtype = param, param_dtype
-        args.grad, args.grad_dtype = grad, grad_dtype
-        args.exp_avg, args.exp_avg_sq = exp_avg, exp_avg_sq
-        args.master, args.remainder = master, remainder
-        args.master_kind = kind
-        args.adopt_param = adopt_param
-        _fill_scalars(args, hyper, grad_multiplier)
-        self._raise(lib.lk_adam(self._live(), args))
+        batch = AdamBatch()
+        batch.add(
+            n,
+            hyper=hyper,
+            param=param,
+            param_dtype=param_dtype,
+            grad=grad,
+            grad_dtype=grad_dtype,
+            exp_avg=exp_avg,
+            exp_avg_sq=exp_avg_sq,
+            master=master,
+            remainder=remainder,
+            grad_multiplier=grad_multiplier,
+            adopt_param=adopt_param,
+        )
+        self.adam_batch(batch)
+
+    def adam_batch(self, batch: "AdamBatch") -> None:
+        """All the updates of a batch in one call: many small planes cost little more than one large one."""
+        self._raise(lib.lk_adam(self._live(), batch.args, len(batch)))
 
     def squared_norm_partials(self, n: int, *, src: int, dtype: DType, out: int) -> int:
         """Writes the sum of squares of each block of NORM_BLOCK elements (a double) to out; returns how many.
 
         The order inside a block is fixed; infinities and NaN show in the block's sum.
         """
-        self._check(n, (src, dtype.itemsize, "src"), (out, 8, "out"))
+        _check_planes(n, (src, dtype.itemsize, "src"), (out, 8, "out"))
         self._raise(lib.lk_squared_norm(self._live(), n, src, dtype, out))
         return num_norm_blocks(n)
 
@@ -175,49 +250,43 @@ class Kernels:
 
     def has_nonfinite(self, n: int, *, src: int, dtype: DType) -> bool:
         """Whether an infinity or a NaN is among n elements."""
-        self._check(n, (src, dtype.itemsize, "src"))
+        _check_planes(n, (src, dtype.itemsize, "src"))
         rc = lib.lk_has_nonfinite(self._live(), n, src, dtype)
         self._raise(min(rc, 0))
         return rc == 1
 
-    def accumulate(
-        self, n: int, *, dst: int, src: int, src_dtype: DType, scale: float = 1.0, add: bool = True
-    ) -> None:
+    def accumulate(self, n: int, *, dst: int, src: int, src_dtype: DType, scale: float = 1.0, add: bool = True) -> None:
         """dst (fp32) += src * scale, or = with add=False; the product is rounded to fp32, then the sum."""
-        self._check(n, (dst, 4, "dst"), (src, src_dtype.itemsize, "src"))
+        _check_planes(n, (dst, 4, "dst"), (src, src_dtype.itemsize, "src"))
         self._raise(lib.lk_accumulate(self._live(), n, dst, src, src_dtype, scale, add))
 
     def split_bf16(self, n: int, *, master: int, param: int, remainder: int) -> None:
         """Splits an fp32 master into bf16 param and int16 remainder = master bits - (param bits << 16).
 
-        [Note: Ties of the split] param is the master rounded to nearest. A master exactly half-way between two
-        bf16 values goes to the one of larger magnitude, not to the even one: an even param would have to stand
-        for both of its half-way neighbours, 65,537 masters for 65,536 remainders, and one would be lost. NaN
-        stays NaN.
+        [Note: Ties of the split] param is the master rounded to nearest. A master exactly half-way between
+        two bf16 values goes to the one of larger magnitude, not to the even one: an even param would have
+        to stand for both of its half-way neighbours, 65,537 masters for 65,536 remainders, and one would be
+        lost. NaN stays NaN.
         """
-        self._check(n, (master, 4, "master"), (param, 2, "param"), (remainder, 2, "remainder"))
+        _check_planes(n, (master, 4, "master"), (param, 2, "param"), (remainder, 2, "remainder"))
         self._raise(lib.lk_split_bf16(self._live(), n, master, param, remainder))
 
     def merge_bf16(self, n: int, *, master: int, param: int, remainder: int) -> None:
         """Rebuilds the fp32 master (written) from bf16 param and int16 remainder."""
-        self._check(n, (master, 4, "master"), (param, 2, "param"), (remainder, 2, "remainder"))
+        _check_planes(n, (master, 4, "master"), (param, 2, "param"), (remainder, 2, "remainder"))
         self._raise(lib.lk_merge_bf16(self._live(), n, master, param, remainder))
 
     def convert(self, n: int, *, src: int, src_dtype: DType, dst: int, dst_dtype: DType) -> None:
         """dst = src rounded to nearest even; NaN stays NaN. The planes must not overlap."""
-        self._check(n, (src, src_dtype.itemsize, "src"), (dst, dst_dtype.itemsize, "dst"))
+        _check_planes(n, (src, src_dtype.itemsize, "src"), (dst, dst_dtype.itemsize, "dst"))
         self._raise(lib.lk_convert(self._live(), n, src, src_dtype, dst, dst_dtype))
 
-    def stream(
-        self, n: int, *, source: Sequence[int], target: Sequence[int], non_temporal: bool = False
-    ) -> None:
-        """Reads three fp32 planes and writes three (the same or others): the ceiling a benchmark compares with."""
+    def stream(self, n: int, *, source: Sequence[int], target: Sequence[int], non_temporal: bool = False) -> None:
+        """Reads three fp32 planes, writes three (the same or others): the ceiling that benchmarks compare with."""
         if len(source) != 3 or len(target) != 3:
-            raise ValueError(
-                f"source and target must be 3 addresses each, not {len(source)} and {len(target)}"
-            )
+            raise ValueError(f"source and target must be 3 addresses each, not {len(source)} and {len(target)}")
         align = 64 if non_temporal else 4
-        self._check(n, *((a, align, "plane") for a in (*source, *target)))
+        _check_planes(n, *((a, align, "plane") for a in (*source, *target)))
         lists = ffi.new("uintptr_t[]", list(source)), ffi.new("uintptr_t[]", list(target))
         self._raise(lib.lk_stream(self._live(), n, *lists, non_temporal))
 
@@ -233,19 +302,10 @@ class Kernels:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _live(self) -> object:
+    def _live(self) -> Any:
         if self._pool is None:
             raise ValueError("these Kernels are closed: create new ones")
         return self._pool
-
-    def _check(self, n: int, *planes: tuple[int, int, str]) -> None:
-        if n < 0:
-            raise ValueError(f"n = {n}: must not be negative")
-        for address, align, name in planes:
-            if address % align:
-                raise ValueError(f"{name} = {address:#x}: must be a multiple of {align} bytes")
-            if address == 0 and n > 0:
-                raise ValueError(f"{name} is a null address for n = {n} elements")
 
     def _raise(self, rc: int) -> None:
         if rc == 0:
@@ -302,6 +362,16 @@ def _check_cores(cores: Sequence[int] | None) -> list[int]:
     return list(cores)
 
 
+def _check_planes(n: int, *planes: tuple[int, int, str]) -> None:
+    if n < 0:
+        raise ValueError(f"n = {n}: must not be negative")
+    for address, align, name in planes:
+        if address % align:
+            raise ValueError(f"{name} = {address:#x}: must be a multiple of {align} bytes")
+        if address == 0 and n > 0:
+            raise ValueError(f"{name} is a null address for n = {n} elements")
+
+
 def _master_kind(param_dtype: DType, master: int, remainder: int, n: int) -> int:
     if param_dtype is DType.FP32:
         if master or remainder:
@@ -317,7 +387,7 @@ def _master_kind(param_dtype: DType, master: int, remainder: int, n: int) -> int
     return _SPLIT if param_dtype is DType.BF16 and not master else _COPY
 
 
-def _fill_scalars(args: object, hyper: AdamHyper, grad_multiplier: float) -> None:
+def _fill_scalars(args: Any, hyper: AdamHyper, grad_multiplier: float) -> None:
     # Formed in double like torch's own, rounded once by the assignment to a C float.
     corrected = hyper.bias_correction
     correction1 = 1.0 - hyper.beta1**hyper.step if corrected else 1.0

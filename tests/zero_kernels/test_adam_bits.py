@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+
 from lamina.zero.kernels import AdamHyper, DType, Kernels, available_paths
 
 PATHS = available_paths()

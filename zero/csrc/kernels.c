@@ -14,6 +14,7 @@
 enum {
     ADAM_CHUNK =
         16384, /* 448 KiB of fp32 state: long enough for the prefetchers, short enough to share evenly */
+    FEW_UPDATES = 15,
     PLAIN_CHUNK = 65536, /* multiple of LK_NORM_BLOCK */
 };
 
@@ -92,6 +93,8 @@ struct call {
     int64_t n, chunk;
     void (*slice)(call *c, int64_t begin, int64_t end);
     const lk_adam_args *adam;
+    int64_t count;
+    const int64_t *first;
     char *src, *dst, *extra; /* meaning depends on slice */
     int src_dtype, dst_dtype, flag;
     float scale;
@@ -117,20 +120,57 @@ static int bad_dtype(int dtype) {
     return dtype != LK_FP32 && dtype != LK_BF16 && dtype != LK_FP16;
 }
 
-static void adam_slice(call *c, int64_t begin, int64_t end) {
-    c->ops->adam(c->adam, begin, end);
+static int adam_args_fit(const lk_adam_args *a) {
+    int fits = 0;
+    if (a->master_kind == LK_IN_PARAM)
+        fits = a->param_dtype == LK_FP32;
+    else if (a->master_kind == LK_SPLIT)
+        fits = a->param_dtype == LK_BF16 && (a->remainder || a->n == 0);
+    else if (a->master_kind == LK_COPY)
+        fits = (a->param_dtype == LK_BF16 || a->param_dtype == LK_FP16) && (a->master || a->n == 0);
+    return fits && a->n >= 0 && !bad_dtype(a->grad_dtype);
 }
 
-int lk_adam(lk_pool *pool, const lk_adam_args *a) {
-    int fits = a->master_kind == LK_IN_PARAM ? a->param_dtype == LK_FP32
-               : a->master_kind == LK_SPLIT  ? a->param_dtype == LK_BF16 && (a->remainder || a->n == 0)
-               : a->master_kind == LK_COPY
-                   ? (a->param_dtype == LK_BF16 || a->param_dtype == LK_FP16) && (a->master || a->n == 0)
-                   : 0;
-    if (a->n < 0 || !fits || bad_dtype(a->grad_dtype))
+/* Chunk `index` of all updates together: first[k] is the first chunk of update k. */
+static void adam_chunk(void *context, int64_t index) {
+    const call *c = context;
+    int64_t low = 0, high = c->count; /* first[low] <= index < first[high] */
+    while (high - low > 1) {
+        int64_t middle = low + (high - low) / 2;
+        if (c->first[middle] <= index)
+            low = middle;
+        else
+            high = middle;
+    }
+    const lk_adam_args *a = &c->adam[low];
+    int64_t begin = (index - c->first[low]) * c->chunk;
+    int64_t end = a->n - begin < c->chunk ? a->n : begin + c->chunk;
+    lk_fpenv saved = lk_fpenv_default();
+    c->ops->adam(a, begin, end);
+    lk_fpenv_restore(saved);
+}
+
+int lk_adam(lk_pool *pool, const lk_adam_args *args, int64_t count) {
+    if (count < 0)
         return -EINVAL;
-    call c = {.n = a->n, .chunk = ADAM_CHUNK, .slice = adam_slice, .adam = a};
-    return run(pool, &c);
+    int64_t few[FEW_UPDATES + 1], chunks = 0;
+    int64_t *first = count <= FEW_UPDATES ? few : malloc(sizeof *first * ((size_t)count + 1));
+    if (first == NULL)
+        return -ENOMEM;
+    int rc = 0;
+    for (int64_t k = 0; k < count && rc == 0; k++) {
+        first[k] = chunks;
+        rc = adam_args_fit(&args[k]) ? 0 : -EINVAL;
+        chunks += (args[k].n + ADAM_CHUNK - 1) / ADAM_CHUNK;
+    }
+    first[count] = chunks;
+    if (rc == 0) {
+        call c = {.ops = pool->ops, .chunk = ADAM_CHUNK, .adam = args, .count = count, .first = first};
+        rc = lk_threads_run(pool->threads, chunks, adam_chunk, &c);
+    }
+    if (first != few)
+        free(first);
+    return rc;
 }
 
 static void norm_slice(call *c, int64_t begin, int64_t end) {

@@ -49,7 +49,8 @@ int lk_open(lk_pool **out, int num_threads, const int *cores, int num_cores, int
 int lk_stop(lk_pool *pool);
 void lk_free(lk_pool *pool);
 
-int lk_adam(lk_pool *pool, const lk_adam_args *args);
+/* Any number of separate updates in one call. */
+int lk_adam(lk_pool *pool, const lk_adam_args *args, int64_t count);
 /* One double per block of 4096 elements. */
 int lk_squared_norm(lk_pool *pool, int64_t n, uintptr_t src, int dtype, uintptr_t partials);
 /* 1 when an infinity or NaN is there, else 0. */
