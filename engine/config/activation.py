@@ -11,9 +11,7 @@ from lamina.engine.config.quantities import PositiveCount
 class ActivationCheckpointingConfig(Block):
     """Recompute activations in the backward pass instead of keeping them."""
 
-    partition_activations: bool = Field(
-        default=False, description="keep a slice of each saved input per rank"
-    )
+    partition_activations: bool = Field(default=False, description="keep a slice of each saved input per rank")
     cpu_checkpointing: bool = Field(default=False, description="keep saved inputs in host memory")
     number_checkpoints: PositiveCount | None = Field(
         default=None, description="checkpoints per forward; null: one per group"

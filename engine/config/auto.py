@@ -98,8 +98,6 @@ RULES: Mapping[str, Rule] = {
     "fp16.enabled": _argument("fp16"),
     "bf16.enabled": _argument("bf16"),
     f"{_ZERO}.reduce_bucket_size": _hidden(lambda hidden: hidden * hidden, "hidden_size^2"),
-    f"{_ZERO}.stage3_prefetch_bucket_size": _hidden(
-        lambda hidden: hidden * hidden * 9 // 10, "0.9 hidden_size^2"
-    ),
+    f"{_ZERO}.stage3_prefetch_bucket_size": _hidden(lambda hidden: hidden * hidden * 9 // 10, "0.9 hidden_size^2"),
     f"{_ZERO}.stage3_param_persistence_threshold": _hidden(lambda hidden: hidden * 10, "10 hidden_size"),
 }

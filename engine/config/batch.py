@@ -19,9 +19,7 @@ class BatchContradiction(ValueError):
     """The given sizes cannot all hold."""
 
 
-def resolve_batch(
-    *, train: int | None, micro: int | None, accumulation: int | None, world_size: int
-) -> BatchSizes:
+def resolve_batch(*, train: int | None, micro: int | None, accumulation: int | None, world_size: int) -> BatchSizes:
     """Derive the sizes that are not given (None). Each given one is >= 1, and so is `world_size`.
 
     With micro-batch or global batch alone, accumulation is 1; with accumulation alone, or nothing, the

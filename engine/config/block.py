@@ -11,9 +11,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 class Block(BaseModel):
     """A frozen, strict block: no unknown key, no conversion between types, no NaN."""
 
-    model_config = ConfigDict(
-        frozen=True, strict=True, extra="forbid", allow_inf_nan=False, protected_namespaces=()
-    )
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
 
 
 def hint(default: Any, reason: str, *, description: str = "") -> Any:

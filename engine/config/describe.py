@@ -6,9 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 
-def describe(
-    effective: Mapping[str, Any], origins: Mapping[str, str], hints: Sequence[str], world_size: int
-) -> str:
+def describe(effective: Mapping[str, Any], origins: Mapping[str, str], hints: Sequence[str], world_size: int) -> str:
     """One line a key: path, value, origin (given, derived, auto…, else default); then the warnings."""
     rows = [("world size", str(world_size), "argument")]
     rows += [(path, _shown(value), _origin(path, origins)) for path, value in _leaves(effective)]

@@ -14,9 +14,7 @@ _NOT_TRAINING = "is for inference: pass it to init_inference()"
 
 
 def _refused(path: str, reason: str, instead: str, *neutral: Any, block: bool = False) -> Key:
-    return Key(
-        path=path, status=Status.REFUSED, reason=reason, instead=instead, neutral=neutral, is_block=block
-    )
+    return Key(path=path, status=Status.REFUSED, reason=reason, instead=instead, neutral=neutral, is_block=block)
 
 
 def _refused_block(path: str, reason: str, instead: str) -> Key:
@@ -56,16 +54,10 @@ REFUSED: tuple[Key, ...] = (
         "true, and engine.no_sync() or a boundary set by the caller where it differs",
         True,
     ),
-    _refused_block(
-        "elasticity", "the batch size would change with the number of ranks", "the three batch keys"
-    ),
+    _refused_block("elasticity", "the batch size would change with the number of ranks", "the three batch keys"),
     _refused_block("autotuning", "it starts other jobs", _DELETE + "; `lamina plan` sizes a job"),
-    _refused_block(
-        "nebula", "checkpoints would go to a service", "engine.save_checkpoint(), which does not stall"
-    ),
-    _refused_block(
-        "datastates_ckpt", "another checkpoint engine", "engine.save_checkpoint(), which does not stall"
-    ),
+    _refused_block("nebula", "checkpoints would go to a service", "engine.save_checkpoint(), which does not stall"),
+    _refused_block("datastates_ckpt", "another checkpoint engine", "engine.save_checkpoint(), which does not stall"),
     _refused_block("compression_training", "the model would be trained quantized or pruned", _DELETE),
     _refused_block("quantize_training", "the model would be trained quantized", _DELETE),
     _refused_block("weight_quantization", "the model would be quantized", _DELETE),
@@ -75,9 +67,7 @@ REFUSED: tuple[Key, ...] = (
     _refused_block("curriculum_learning", "the data would be cut by difficulty", "it in the dataset"),
     _refused_block("data_efficiency", "the data would be sampled or routed otherwise", "it in the dataset"),
     _refused_block("hybrid_engine", _NOT_TRAINING, _DELETE),
-    _refused_block(
-        "tensor_parallel", "the layers would be split over ranks", "the mesh argument of initialize()"
-    ),
+    _refused_block("tensor_parallel", "the layers would be split over ranks", "the mesh argument of initialize()"),
     _refused_block("expert_parallel", "experts would be spread over ranks", _DELETE),
     _refused_block("pipeline", "stages are made from the model", "PipelineStage in the script"),
     _refused("sequence_parallel_size", "sequences would be split over ranks", "1", 1),
@@ -106,14 +96,10 @@ REFUSED: tuple[Key, ...] = (
     _refused("optimizer.params.amsgrad", "the third moment is not kept", "false", False),
     _refused("optimizer.params.fp32_optimizer_states", "moments are fp32", "true", True),
     _refused("optimizer.params.fuse_param_groups", "param groups keep their own rates", "false", False),
-    _refused(
-        "zero_optimization.load_from_fp32_weights", "masters are what training continues from", "true", True
-    ),
+    _refused("zero_optimization.load_from_fp32_weights", "masters are what training continues from", "true", True),
     _refused("zero_optimization.compute_grad_norm", "the norm is always computed", "true", True),
     _refused("zero_optimization.zero_hpz_partition_size", "a second copy per host would take memory", "1", 1),
-    _refused(
-        "zero_optimization.zero_quantized_weights", "gathered parameters would be rounded", "false", False
-    ),
+    _refused("zero_optimization.zero_quantized_weights", "gathered parameters would be rounded", "false", False),
     _refused(
         "zero_optimization.zero_quantized_nontrainable_weights",
         "frozen parameters would be rounded",
@@ -122,35 +108,23 @@ REFUSED: tuple[Key, ...] = (
     ),
     _refused("zero_optimization.zero_quantized_gradients", "gradients would be rounded", "false", False),
     _refused("zero_optimization.mics_shard_size", "shards would be replicated", "-1", -1, 0),
-    _refused(
-        "zero_optimization.mics_hierarchical_params_gather", "there are no replicated shards", "false", False
-    ),
+    _refused("zero_optimization.mics_hierarchical_params_gather", "there are no replicated shards", "false", False),
     _refused("zero_optimization.zeropp_loco_param", "gradients would be rounded", "null", None),
     _refused_block("zero_optimization.zenflow", "updates would be late", '"tiers": {"overlap_update": true}'),
     _refused("zero_optimization.save_muon_momentum_buffer_in_memory", "there is no Muon", "false", False),
-    _refused(
-        "zero_optimization.cpu_offload", "was replaced", '"offload_optimizer": {"device": "cpu"}', False
-    ),
-    _refused(
-        "zero_optimization.cpu_offload_params", "was replaced", '"offload_param": {"device": "cpu"}', False
-    ),
-    _refused(
-        "zero_optimization.cpu_offload_param", "was replaced", '"offload_param": {"device": "cpu"}', False
-    ),
+    _refused("zero_optimization.cpu_offload", "was replaced", '"offload_optimizer": {"device": "cpu"}', False),
+    _refused("zero_optimization.cpu_offload_params", "was replaced", '"offload_param": {"device": "cpu"}', False),
+    _refused("zero_optimization.cpu_offload_param", "was replaced", '"offload_param": {"device": "cpu"}', False),
     _refused(
         "zero_optimization.cpu_offload_use_pin_memory",
         "was replaced",
         '"offload_optimizer": {"pin_memory": true}',
         False,
     ),
-    _refused(
-        "zero_optimization.offload_optimizer.super_offload", "updates would be rolled back", "false", False
-    ),
+    _refused("zero_optimization.offload_optimizer.super_offload", "updates would be rolled back", "false", False),
     _refused("compile.deepcompile", "the graph would be rewritten", "torch.compile() in the script", False),
     _refused("checkpoint.load_universal", "any checkpoint loads at any world size", "false", False),
-    _refused(
-        "checkpoint.use_node_local_storage", "a checkpoint is one folder that all ranks see", "false", False
-    ),
+    _refused("checkpoint.use_node_local_storage", "a checkpoint is one folder that all ranks see", "false", False),
 )
 
 _PROFILER = "is not run; engine.metrics() has the figures of each step"
@@ -206,9 +180,7 @@ HINTS: tuple[Key, ...] = (
         detailed=bool,
         output_file=(str, _NULL),
     ),
-    *_hint_block(
-        "comms_logger", _COMMS, enabled=bool, verbose=bool, prof_all=bool, debug=bool, prof_ops=list
-    ),
+    *_hint_block("comms_logger", _COMMS, enabled=bool, verbose=bool, prof_all=bool, debug=bool, prof_ops=list),
     *_hint_block(
         "wandb",
         _WRITER,

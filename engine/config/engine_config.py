@@ -30,15 +30,11 @@ _TIER_OF_DEVICE: Mapping[str, TierName] = {"none": "device", "cpu": "host", "nvm
 class EngineConfig(Block):
     """A config that can be used: made by `load()`, which checks everything. Frozen."""
 
-    train_batch_size: PositiveCount = Field(
-        default=1, description="samples of one optimizer step over all ranks"
-    )
+    train_batch_size: PositiveCount = Field(default=1, description="samples of one optimizer step over all ranks")
     train_micro_batch_size_per_gpu: PositiveCount = Field(
         default=1, description="samples of one forward pass on one rank"
     )
-    gradient_accumulation_steps: PositiveCount = Field(
-        default=1, description="micro-batches of one optimizer step"
-    )
+    gradient_accumulation_steps: PositiveCount = Field(default=1, description="micro-batches of one optimizer step")
     gradient_clipping: Annotated[float, Field(ge=0)] = Field(
         default=1.0, description="largest global norm; 0: no clipping"
     )
@@ -77,9 +73,7 @@ class EngineConfig(Block):
     _offload_given: frozenset[str] = PrivateAttr(frozenset())
 
     @classmethod
-    def load(
-        cls, source: Source, *, world_size: int = 1, resolve: Mapping[str, Any] | None = None
-    ) -> EngineConfig:
+    def load(cls, source: Source, *, world_size: int = 1, resolve: Mapping[str, Any] | None = None) -> EngineConfig:
         """Read, resolve and check a config.
 
         `source` is the path of a JSON file or a mapping, `world_size` the number of data-parallel ranks,
@@ -89,6 +83,8 @@ class EngineConfig(Block):
         """
         given, name = read_source(source)
         reading, config = read(cls, given, resolve or {})
+        if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
+            raise ConfigError([("world_size", f"want a whole number of at least 1, got {world_size!r}")], source=name)
         config = check_all(reading, config, world_size)
         if reading.problems:
             raise ConfigError(in_file_order(reading.problems, given), source=name)
@@ -133,9 +129,7 @@ class EngineConfig(Block):
             return self.tiers.nvme
         zero = self.zero_optimization
         blocks = (zero.offload_param, zero.offload_optimizer)
-        paths = [
-            block.nvme_path for block in blocks if block.device == "nvme" and block.nvme_path is not None
-        ]
+        paths = [block.nvme_path for block in blocks if block.device == "nvme" and block.nvme_path is not None]
         return tuple(NvmePathConfig(path=path) for path in dict.fromkeys(paths))
 
     def placement(self) -> dict[PlaneName, Literal["auto"] | PlaneChoice]:
@@ -155,7 +149,10 @@ class EngineConfig(Block):
                 device = zero.offload_param.device if plane == "param" else zero.offload_optimizer.device
                 tier = _TIER_OF_DEVICE[device]
                 # Gradients wait in host memory and go further only when the host budget cannot hold them.
-                asked[plane] = "host" if plane == "grad" and tier == "nvme" else tier
+                tier = "host" if plane == "grad" and tier == "nvme" else tier
+                share = zero.offload_optimizer.ratio
+                partial = plane not in ("param", "grad") and tier != "device" and share < 1
+                asked[plane] = {tier: share, "device": 1 - share} if partial else tier
             else:
                 asked[plane] = "auto" if "tiers" in self._offload_given else "device"
         return asked

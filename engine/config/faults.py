@@ -29,9 +29,7 @@ _WANTED: Mapping[str, str] = {
 }
 
 
-def faults(
-    error: ValidationError, data: Mapping[str, Any], prefix: str = ""
-) -> list[tuple[str, list[str | int], str]]:
+def faults(error: ValidationError, data: Mapping[str, Any], prefix: str = "") -> list[tuple[str, list[str | int], str]]:
     """Each faulty place once: (`prefix` + dotted path, path into `data`, message)."""
     wants: dict[tuple[str | int, ...], list[ErrorDetails]] = {}
     for detail in error.errors(include_url=False):
@@ -51,19 +49,13 @@ def shown(value: object) -> str:
     """A value as the file has it, with its type, shortened."""
     names = {bool: "a truth value", int: "a whole number", float: "a number", str: "a string", list: "a list"}
     text = (
-        {True: "true", False: "false"}[value]
-        if isinstance(value, bool)
-        else "null"
-        if value is None
-        else repr(value)
+        {True: "true", False: "false"}[value] if isinstance(value, bool) else "null" if value is None else repr(value)
     )
     if len(text) > 60:
         text = text[:57] + "..."
     if value is None:
         return text
-    return (
-        f"{text} ({names.get(type(value), 'a block' if isinstance(value, dict) else type(value).__name__)})"
-    )
+    return f"{text} ({names.get(type(value), 'a block' if isinstance(value, dict) else type(value).__name__)})"
 
 
 def _real_path(loc: tuple[str | int, ...], data: Any, kind: str) -> tuple[str | int, ...]:

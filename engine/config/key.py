@@ -37,9 +37,7 @@ class Key:
         if self.reason:
             parts.append(self.reason)
         if self.instead:
-            parts.append(
-                f"write {self.instead}" if self.status is not Status.RENAMED else f"now {self.instead}"
-            )
+            parts.append(f"write {self.instead}" if self.status is not Status.RENAMED else f"now {self.instead}")
         return "; ".join(parts)
 
     def is_neutral(self, value: Any) -> bool:

@@ -22,9 +22,7 @@ class AdamParams(Block):
     lr: Annotated[float, Field(ge=0)] = Field(default=1e-3, description="learning rate")
     betas: Pair = Field(default=(0.9, 0.999), description="decay of the two moments, each in [0, 1)")
     eps: Annotated[float, Field(ge=0)] = Field(default=1e-8, description="added to the denominator")
-    weight_decay: Decay = Field(
-        default=0.0, description="decoupled from the gradient unless adam_w_mode is false"
-    )
+    weight_decay: Decay = Field(default=0.0, description="decoupled from the gradient unless adam_w_mode is false")
     bias_correction: bool = Field(default=True, description="correct the moments' start at zero")
     adam_w_mode: bool = Field(default=True, description="decoupled weight decay; type AdamW always has it")
     maximize: bool = Field(default=False, description="ascend instead of descend")
@@ -96,13 +94,11 @@ def optimizer_kind(given: object) -> tuple[OptimizerKind | None, str | None]:
     if name in _NOT_OFFERED:
         return (
             None,
-            f"{given!r} is not offered: {_NOT_OFFERED[name]}; write Adam or AdamW, "
-            "or pass optimizer= to initialize()",
+            f"{given!r} is not offered: {_NOT_OFFERED[name]}; write Adam or AdamW, or pass optimizer= to initialize()",
         )
     near = difflib.get_close_matches(given, ["Adam", "AdamW", *_TORCH], n=1, cutoff=0.5)
     likely = f"; did you mean {near[0]}?" if near else ""
     return (
         None,
-        f"{given!r} is not one of {listed}{likely}; "
-        "a class of your own is passed as optimizer= to initialize()",
+        f"{given!r} is not one of {listed}{likely}; a class of your own is passed as optimizer= to initialize()",
     )

@@ -17,17 +17,13 @@ class Fp16Config(Block):
 
     enabled: bool = Field(default=False, description="compute in fp16")
     auto_cast: bool = Field(default=False, description="cast floating-point inputs of the model to fp16")
-    loss_scale: Annotated[float, Field(ge=0)] = Field(
-        default=0.0, description="0: dynamic; else the fixed scale"
-    )
+    loss_scale: Annotated[float, Field(ge=0)] = Field(default=0.0, description="0: dynamic; else the fixed scale")
     initial_scale_power: Annotated[Count, Field(le=126)] = Field(
         default=16, description="first dynamic scale is 2 to this power"
     )
     loss_scale_window: PositiveCount = Field(default=1000, description="good steps before the scale doubles")
     hysteresis: PositiveCount = Field(default=2, description="overflows before the scale is halved")
-    consecutive_hysteresis: bool = Field(
-        default=False, description="refill the hysteresis at every good step"
-    )
+    consecutive_hysteresis: bool = Field(default=False, description="refill the hysteresis at every good step")
     min_loss_scale: Annotated[float, Field(gt=0)] = Field(
         default=1.0, description="the dynamic scale never falls below"
     )

@@ -59,12 +59,8 @@ def _from_text(text: str, kind: Kind) -> Decimal:
     if factor is None:
         if unit.upper() in _PREFIXES.upper():
             prefix = _PREFIXES[_PREFIXES.upper().index(unit.upper())]
-            raise ValueError(
-                f"got {text!r}, which is ambiguous: write {number}{prefix}B or {number}{prefix.upper()}iB"
-            )
-        raise ValueError(
-            f"got {text!r}, whose unit {unit!r} is unknown: use B, kB, MB, GB, TB or KiB, MiB, GiB, TiB"
-        )
+            raise ValueError(f"got {text!r}, which is ambiguous: write {number}{prefix}B or {number}{prefix.upper()}iB")
+        raise ValueError(f"got {text!r}, whose unit {unit!r} is unknown: use B, kB, MB, GB, TB or KiB, MiB, GiB, TiB")
     return Decimal(number) * factor
 
 

@@ -72,22 +72,16 @@ class _Walk(Generic[Model]):
             if row is not None and row.status is Status.RENAMED:
                 new = row.instead.rpartition(".")[2]
                 if new in given:
-                    self.reading.fault(
-                        where, f"is another spelling of {row.instead}, which is given too: keep one"
-                    )
+                    self.reading.fault(where, f"is another spelling of {row.instead}, which is given too: keep one")
                     continue
                 self.reading.hints.append(f"{where}: is read as {row.instead}")
                 where, name, row = row.instead, new, self.keys[row.instead]
-            if row is None or not (
-                row.status is Status.REFUSED
-                or model is None
-                or name in model.model_fields
-                or row.status is Status.HINT
-            ):
+            own = model is not None and name in model.model_fields
+            if row is None or (row.status is Status.IMPLEMENTED and not own):
                 self.reading.fault(where, self._unknown(where, model, path))
             elif value == {"enabled": False} and type(value) is dict and row.is_block:
                 self.reading.origins[where] = "given (disabled)"
-            elif model is not None and name in model.model_fields:
+            elif own and model is not None:
                 self._own(taken, name, value, model.model_fields[name], where)
             else:
                 self._foreign(row, value, where)
@@ -148,9 +142,7 @@ class _Walk(Generic[Model]):
             self.reading.origins[where] = "given (disabled)"
         elif not row.is_neutral(value):
             given = "a block" if isinstance(value, Mapping) else shown(value)
-            self.reading.fault(
-                where, f"is not offered: {row.reason}; got {given}; write {row.instead} instead"
-            )
+            self.reading.fault(where, f"is not offered: {row.reason}; got {given}; write {row.instead} instead")
 
     def _hint_block(self, given: Mapping[str, Any], where: str) -> None:
         for name, value in given.items():
@@ -184,17 +176,13 @@ class _Walk(Generic[Model]):
         outer["params"] = self._torch_params(kind.parameters, params, f"{where}.params")
         return self._built(TorchOptimizerConfig, {**outer, "type": kind.name}, where)
 
-    def _torch_params(
-        self, parameters: Mapping[str, Any], given: Mapping[str, Any], where: str
-    ) -> dict[str, Any]:
+    def _torch_params(self, parameters: Mapping[str, Any], given: Mapping[str, Any], where: str) -> dict[str, Any]:
         taken: dict[str, Any] = {}
         for name, value in given.items():
             path = f"{where}.{name}"
             if name not in parameters:
                 near = difflib.get_close_matches(name, list(parameters), n=1)
-                likely = (
-                    f"; did you mean {where}.{near[0]}?" if near else f"; it takes {', '.join(parameters)}"
-                )
+                likely = f"; did you mean {where}.{near[0]}?" if near else f"; it takes {', '.join(parameters)}"
                 self.reading.fault(path, f"is not a parameter of this optimizer{likely}")
             elif value == "auto":
                 found = resolve_auto(path, self.reading.facts)
@@ -225,11 +213,7 @@ class _Walk(Generic[Model]):
         model = SCHEDULES[name]
         values = self.block(params, model, f"{where}.params")
         built = self._built(model, values, f"{where}.params")
-        return (
-            None
-            if built is None
-            else self._built(SchedulerConfig, {**outer, "type": name, "params": built}, where)
-        )
+        return None if built is None else self._built(SchedulerConfig, {**outer, "type": name, "params": built}, where)
 
     def _built(self, model: type[Block], values: dict[str, Any], where: str) -> Any:
         # A required key that already has a fault of its own must not be reported as missing too.
@@ -248,11 +232,7 @@ class _Walk(Generic[Model]):
             key.rpartition(".")[2]: key
             for key, row in self.keys.items()
             if key.rpartition(".")[0] == path
-            and (
-                model is None
-                or row.status is not Status.IMPLEMENTED
-                or key.rpartition(".")[2] in model.model_fields
-            )
+            and (model is None or row.status is not Status.IMPLEMENTED or key.rpartition(".")[2] in model.model_fields)
         }
         elsewhere = [key for key in self.keys if key.rpartition(".")[2] == name]
         if where in self.keys and self.keys[where].status is Status.IMPLEMENTED:
@@ -282,11 +262,7 @@ def _check_facts(reading: Reading[Any], keys: Mapping[str, Key]) -> None:
 
 def _validate(reading: Reading[Model], model: type[Model], values: dict[str, Any]) -> Model:
     """Fill the model; a faulty key is noted and taken out, and the rest is tried again."""
-    values = {
-        key: value
-        for key, value in values.items()
-        if value is not None or key not in ("optimizer", "scheduler")
-    }
+    values = {key: value for key, value in values.items() if value is not None or key not in ("optimizer", "scheduler")}
     while True:
         try:
             return model.model_validate(values)

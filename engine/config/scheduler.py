@@ -33,7 +33,7 @@ class WarmupLRParams(Block):
 
 
 class WarmupDecayLRParams(WarmupLRParams):
-    """Rise, then fall linearly to 0 at `total_num_steps`."""
+    """Rise, then fall linearly to `warmup_min_lr` at `total_num_steps`."""
 
     total_num_steps: PositiveCount = Field(description="steps of the whole run")
 
@@ -57,17 +57,11 @@ class OneCycleParams(Block):
     cycle_first_step_size: PositiveCount = Field(default=2000, description="steps up")
     cycle_second_step_size: PositiveCount | None = Field(default=None, description="steps down; null: as up")
     cycle_first_stair_count: Count = Field(default=0, description="stairs on the way up; 0: smooth")
-    cycle_second_stair_count: Count | None = Field(
-        default=None, description="stairs on the way down; null: as up"
-    )
+    cycle_second_stair_count: Count | None = Field(default=None, description="stairs on the way down; null: as up")
     decay_step_size: Count = Field(default=0, description="steps per unit of decay; 0: no decay")
     cycle_momentum: bool = Field(default=True, description="cycle the momentum (Adam: beta1) as well")
-    cycle_min_mom: Annotated[float, Field(ge=0, lt=1)] = Field(
-        default=0.8, description="momentum at the peak"
-    )
-    cycle_max_mom: Annotated[float, Field(ge=0, lt=1)] = Field(
-        default=0.9, description="momentum at the ends"
-    )
+    cycle_min_mom: Annotated[float, Field(ge=0, lt=1)] = Field(default=0.8, description="momentum at the peak")
+    cycle_max_mom: Annotated[float, Field(ge=0, lt=1)] = Field(default=0.9, description="momentum at the ends")
     decay_mom_rate: NonNegative = Field(default=0.0, description="decay of the momentum after the cycle")
 
 
@@ -76,15 +70,11 @@ class LRRangeTestParams(Block):
 
     lr_range_test_min_lr: PerGroup = Field(default=1e-3, description="first rate")
     lr_range_test_step_size: PositiveCount = Field(default=2000, description="steps per unit of growth")
-    lr_range_test_step_rate: NonNegative = Field(
-        default=1.0, description="growth per step_size steps, in first rates"
-    )
+    lr_range_test_step_rate: NonNegative = Field(default=1.0, description="growth per step_size steps, in first rates")
     lr_range_test_staircase: bool = Field(default=False, description="grow in stairs")
 
 
-SchedulerParams = (
-    WarmupLRParams | WarmupDecayLRParams | WarmupCosineLRParams | OneCycleParams | LRRangeTestParams
-)
+SchedulerParams = WarmupLRParams | WarmupDecayLRParams | WarmupCosineLRParams | OneCycleParams | LRRangeTestParams
 SCHEDULES: dict[str, type[Block]] = {
     "WarmupLR": WarmupLRParams,
     "WarmupDecayLR": WarmupDecayLRParams,
@@ -117,6 +107,5 @@ def schedule_name(given: object) -> tuple[str | None, str | None]:
     likely = f"; did you mean {near[0]}?" if near else ""
     return (
         None,
-        f"{given!r} is not one of {listed}{likely}; "
-        "any other schedule is passed as lr_scheduler= to initialize()",
+        f"{given!r} is not one of {listed}{likely}; any other schedule is passed as lr_scheduler= to initialize()",
     )

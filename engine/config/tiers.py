@@ -24,9 +24,7 @@ class NvmePathConfig(Block):
     """One folder on a disk."""
 
     path: AbsolutePath = Field(description="folder; made when it is missing")
-    bytes: Bytes | None = Field(
-        default=None, description="the most that may be used there; null: what is free"
-    )
+    bytes: Bytes | None = Field(default=None, description="the most that may be used there; null: what is free")
 
 
 def _paths(value: Any) -> Any:
@@ -51,9 +49,7 @@ def _placement(value: Any) -> Any:
         shares = choice if isinstance(choice, dict) else {choice: 1.0}
         for tier, share in shares.items():
             if tier not in tiers:
-                raise ValueError(
-                    f"puts {plane} on {tier!r}: want one of {', '.join(tiers)}, or shares of them"
-                )
+                raise ValueError(f"puts {plane} on {tier!r}: want one of {', '.join(tiers)}, or shares of them")
             if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
                 raise ValueError(f"gives {plane} the share {share!r} on {tier}: want a number from 0 to 1")
         if abs(sum(shares.values()) - 1) > 1e-6:
@@ -73,8 +69,8 @@ class TiersConfig(Block):
     nvme: Annotated[tuple[NvmePathConfig, ...], BeforeValidator(_paths)] = Field(
         default=(), description="folders for NVMe-resident state; state is striped over several"
     )
-    placement: Annotated[Literal["auto"] | dict[PlaneName, PlaneChoice], BeforeValidator(_placement)] = (
-        own_auto("auto", description="auto, or for each plane a tier or shares of tiers that sum to 1")
+    placement: Annotated[Literal["auto"] | dict[PlaneName, PlaneChoice], BeforeValidator(_placement)] = own_auto(
+        "auto", description="auto, or for each plane a tier or shares of tiers that sum to 1"
     )
     verify: Literal["always", "resume", "off"] = Field(
         default="resume", description="when checksums of NVMe state are checked"
@@ -87,9 +83,7 @@ class TiersConfig(Block):
         "auto", description="update a group under the backward pass as soon as its gradient is final"
     )
     lookahead: Literal["auto"] | Count = own_auto("auto", description="groups fetched ahead of use")
-    job: str = Field(
-        default="default", description="folder name under each NVMe path; one job per name at a time"
-    )
+    job: str = Field(default="default", description="folder name under each NVMe path; one job per name at a time")
     io_backend: Literal["auto", "uring", "threads"] = own_auto("auto", description="how NVMe I/O is done")
     keep_state: bool = Field(
         default=False,

@@ -15,9 +15,7 @@ OffloadDevice = Literal["none", "cpu", "nvme"]
 class OffloadParamConfig(Block):
     """Where the parameters lie between uses (stage 3)."""
 
-    device: OffloadDevice = Field(
-        default="none", description="none: device memory, cpu: host memory, nvme: files"
-    )
+    device: OffloadDevice = Field(default="none", description="none: device memory, cpu: host memory, nvme: files")
     nvme_path: AbsolutePath | None = Field(
         default=None, description="folder for device nvme; tiers.nvme names it as well"
     )
@@ -30,17 +28,13 @@ class OffloadParamConfig(Block):
     buffer_size: PositiveCount = hint(
         100_000_000, "a parameter of any size is moved in chunks: buffers have no largest parameter"
     )
-    max_in_cpu: Count = Field(
-        default=1_000_000_000, description="elements kept in host memory when device is nvme"
-    )
+    max_in_cpu: Count = hint(1_000_000_000, "tiers.host_bytes decides what stays in host memory")
 
 
 class OffloadOptimizerConfig(Block):
     """Where masters, moments and gradients lie, and that the optimizer runs on the CPU."""
 
-    device: OffloadDevice = Field(
-        default="none", description="none: device memory, cpu: host memory, nvme: files"
-    )
+    device: OffloadDevice = Field(default="none", description="none: device memory, cpu: host memory, nvme: files")
     nvme_path: AbsolutePath | None = Field(
         default=None, description="folder for device nvme; tiers.nvme names it as well"
     )
@@ -71,12 +65,8 @@ class ZeroConfig(Block):
         default=1_000_000_000, description="elements that the optimizer updates at a time"
     )
     reduce_bucket_size: PositiveCount = Field(default=500_000_000, description="elements reduced at a time")
-    allgather_bucket_size: PositiveCount = Field(
-        default=500_000_000, description="elements gathered at a time"
-    )
-    stage3_max_live_parameters: Count = Field(
-        default=1_000_000_000, description="elements gathered at once, at most"
-    )
+    allgather_bucket_size: PositiveCount = Field(default=500_000_000, description="elements gathered at a time")
+    stage3_max_live_parameters: Count = Field(default=1_000_000_000, description="elements gathered at once, at most")
     stage3_max_reuse_distance: Count = Field(
         default=1_000_000_000, description="keep a parameter used again within so many elements"
     )
@@ -92,10 +82,6 @@ class ZeroConfig(Block):
     )
     overlap_comm: bool | None = hint(None, "transfers and compute always overlap; the results are the same")
     contiguous_gradients: bool = hint(True, "gradients are always contiguous")
-    reduce_scatter: bool = hint(
-        True, "gradients are always reduce-scattered from stage 2 on; the results are the same"
-    )
+    reduce_scatter: bool = hint(True, "gradients are always reduce-scattered from stage 2 on; the results are the same")
     round_robin_gradients: bool = hint(False, "every rank owns a slice of every group: no order to balance")
-    ignore_unused_parameters: bool = Field(
-        default=True, description="a parameter without gradient is no error"
-    )
+    ignore_unused_parameters: bool = Field(default=True, description="a parameter without gradient is no error")
