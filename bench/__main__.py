@@ -92,6 +92,12 @@ def exit_code(error: BaseException) -> int:
     return USAGE if isinstance(error, ValueError) else FAILURE
 
 
+def speaks_for_itself(error: BaseException) -> bool:
+    """Whether an error's message is meant for users: wrong input, the system's refusal, or a class of our own."""
+    ours = type(error).__module__.partition(".")[0] == "lamina"
+    return ours or isinstance(error, ValueError | OSError | MemoryError | KeyboardInterrupt)
+
+
 def explain(error: BaseException) -> str:
     """What to print for an error: its message, which for system errors holds the path."""
     if isinstance(error, KeyboardInterrupt):
@@ -102,7 +108,7 @@ def explain(error: BaseException) -> str:
 def run(entry: Callable[[Sequence[str]], int], arguments: Sequence[str], *, show_traceback: bool) -> int:
     """Call a command; turn what it raises into one message on stderr and an exit code.
 
-    What is neither the user's mistake nor the system's nor a lack of memory is our fault: it goes through.
+    An error that says nothing to a user is our own fault and goes through, with its traceback.
     """
     try:
         return entry(arguments)
@@ -110,7 +116,9 @@ def run(entry: Callable[[Sequence[str]], int], arguments: Sequence[str], *, show
         # Whoever read our output has gone: point stdout elsewhere, or the flush at exit raises again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILURE
-    except (ValueError, OSError, MemoryError, KeyboardInterrupt) as error:
+    except (Exception, KeyboardInterrupt) as error:
+        if not speaks_for_itself(error):
+            raise
         if show_traceback:
             traceback.print_exc()
         else:

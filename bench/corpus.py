@@ -62,9 +62,7 @@ class Corpus:
             text += _read_file(root, LARGEST_CORPUS_BYTES)
         if not text:
             found = f"{skipped} files, all of them empty, binary or unreadable" if skipped else "no files"
-            raise CorpusError(
-                f"no text in {root}: found {found}; name a file or folder of plain text with --text"
-            )
+            raise CorpusError(f"no text in {root}: found {found}; name a file or folder of plain text with --text")
         return cls(
             source=f"{root}" if path is not None else f"the standard library's sources in {root}",
             num_files=num_files,
@@ -112,11 +110,15 @@ class Corpus:
     def prompt(self, *, seed: int, length: int) -> bytes:
         """At most `length` bytes of held-out text from the start of a function or else of a line."""
         draw = random.Random(f"prompt {seed}")
-        start = _held_out_block(draw.randrange(self.num_held_out_blocks)) * self.block_bytes
-        block = self.text[start : start + self.block_bytes].numpy().tobytes()
-        start = draw.randrange(max(1, len(block) // 2))
-        found = max(block.find(b"\ndef ", start), block.find(b"\n", start)) + 1
-        return block[found : found + length]
+        block = b""
+        for number in draw.sample(range(self.num_held_out_blocks), self.num_held_out_blocks):
+            start = _held_out_block(number) * self.block_bytes
+            block = self.text[start : start + self.block_bytes].numpy().tobytes()
+            function = block.find(b"\ndef ", 0, len(block) - length)
+            if function >= 0:
+                return block[function + 1 : function + 1 + length]
+        line = block.find(b"\n", 0, len(block) - length) + 1
+        return block[line : line + length]
 
     def _windows(self, draw: random.Random, blocks: list[int], seq: int) -> Batch:
         size = self.block_bytes
@@ -139,9 +141,7 @@ def standard_library() -> Path:
     """The folder of the running interpreter's library sources. CorpusError where they are not installed."""
     folder = Path(sysconfig.get_path("stdlib"))
     if not folder.is_dir():
-        raise CorpusError(
-            f"this Python has no library sources at {folder}: name a text with --text FILE_OR_DIR"
-        )
+        raise CorpusError(f"this Python has no library sources at {folder}: name a text with --text FILE_OR_DIR")
     return folder
 
 
@@ -155,9 +155,7 @@ def _is_text(data: bytes) -> bool:
 def _read_file(path: Path, limit: int) -> bytes:
     """The first `limit` bytes of a text file. CorpusError when it is no text, OSError when unreadable."""
     if not stat.S_ISREG(path.stat().st_mode):
-        raise CorpusError(
-            f"{path} is neither a regular file nor a folder: name a text with --text FILE_OR_DIR"
-        )
+        raise CorpusError(f"{path} is neither a regular file nor a folder: name a text with --text FILE_OR_DIR")
     with path.open("rb") as file:
         data = file.read(limit)
     if not data:

@@ -72,9 +72,7 @@ def format_seconds(seconds: float) -> str:
 class Reporter:
     """Where a command prints. With `as_json` stdout gets one JSON line, and stderr the readable part."""
 
-    def __init__(
-        self, *, as_json: bool = False, out: TextIO | None = None, err: TextIO | None = None
-    ) -> None:
+    def __init__(self, *, as_json: bool = False, out: TextIO | None = None, err: TextIO | None = None) -> None:
         self.as_json = as_json
         self._out = sys.stdout if out is None else out
         self._err = sys.stderr if err is None else err

@@ -1,0 +1,47 @@
+"""Text from a byte-level model, one byte at a time."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+
+@torch.no_grad()
+def generate(
+    logits_of: Callable[[Tensor], Tensor],
+    prompt: bytes,
+    *,
+    count: int,
+    seq: int,
+    seed: int,
+    temperature: float,
+    on_byte: Callable[[], None] = lambda: None,
+) -> bytes:
+    """`count` bytes that follow `prompt` (at least one byte, of which the last `seq` are seen).
+
+    logits_of: (1, length) int64 -> (1, length, 256) float, length at most `seq`. `temperature` 0 takes the
+    likeliest byte. `on_byte` is called before each one and may raise. Same arguments, same bytes.
+    """
+    if not prompt:
+        raise ValueError("the prompt is empty: give at least one byte")
+    draw = torch.Generator().manual_seed(seed)
+    text = bytearray(prompt)
+    for _ in range(count):
+        on_byte()
+        tokens = torch.tensor([list(text[-seq:])], dtype=torch.int64)
+        logits = logits_of(tokens)[0, -1].float().cpu()
+        if temperature == 0:
+            chosen = int(logits.argmax())
+        else:
+            chances = torch.softmax(logits / temperature, dim=0)
+            chosen = int(torch.multinomial(chances, 1, generator=draw))
+        text.append(chosen)
+    return bytes(text[len(prompt) :])
+
+
+def printable(text: bytes) -> str:
+    """Bytes as text that is safe on a terminal: what is not printable, a newline or a tab becomes a dot."""
+    return "".join(
+        char if char.isprintable() or char in "\n\t" else "\N{MIDDLE DOT}"
+        for char in text.decode("utf-8", errors="replace")
+    )

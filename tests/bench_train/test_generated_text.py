@@ -1,0 +1,54 @@
+"""Generation byte by byte, and text that a terminal can take."""
+
+import pytest
+import torch
+
+from lamina.bench.generate import generate, printable
+
+
+def likes(next_byte: dict[int, int]):  # type: ignore[no-untyped-def]
+    """A model whose likeliest next byte follows from the last one; keeps the lengths that it saw."""
+
+    class Model:
+        def __init__(self) -> None:
+            self.lengths: list[int] = []
+
+        def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
+            self.lengths.append(tokens.shape[1])
+            logits = torch.zeros(1, tokens.shape[1], 256)
+            logits[0, -1, next_byte[int(tokens[0, -1])]] = 3.0
+            return logits
+
+    return Model()
+
+
+CYCLE = {ord("a"): ord("b"), ord("b"): ord("c"), ord("c"): ord("a")}
+
+
+def test_greedy_follows_the_likeliest_byte_within_the_context() -> None:
+    model = likes(CYCLE)
+    assert generate(model, b"ca", count=5, seq=3, seed=1, temperature=0) == b"bcabc"
+    assert model.lengths == [2, 3, 3, 3, 3]
+
+
+def test_a_seed_fixes_what_is_drawn_and_low_temperatures_approach_greedy() -> None:
+    flat = likes(dict.fromkeys(range(256), 65))
+    drawn = [generate(flat, b"x", count=40, seq=8, seed=seed, temperature=1.0) for seed in (1, 1, 2)]
+    assert drawn[0] == drawn[1] != drawn[2]
+    assert generate(flat, b"x", count=40, seq=8, seed=1, temperature=0.1) == b"A" * 40
+
+
+def test_nothing_to_start_from_is_refused_and_a_stop_gets_through() -> None:
+    with pytest.raises(ValueError, match="prompt is empty"):
+        generate(likes(CYCLE), b"", count=1, seq=4, seed=1, temperature=0)
+
+    def stop() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        generate(likes(CYCLE), b"a", count=1, seq=4, seed=1, temperature=0, on_byte=stop)
+
+
+def test_no_control_character_reaches_the_terminal() -> None:
+    text = printable("é\x1b[31m\x00\r\n\tx\u202e".encode() + b"\xff")
+    assert text == "é·[31m··\n\tx·\N{REPLACEMENT CHARACTER}"
