@@ -200,7 +200,7 @@ class Arena:
                 used=self.nbytes - memory.holes.free_bytes,
                 peak=memory.peak,
                 largest_hole=memory.holes.largest,
-                page_kind=self.page_kind,
+                page_kind=memory.buffer.page_kind if memory.buffer else self.page_kind,
                 by_owner=dict(sorted(by_owner.items(), key=lambda item: (-item[1], item[0]))),
             )
 

@@ -133,6 +133,13 @@ class ChunkSums:
         end = offset + nbytes
         return all(at >= end or at + size <= offset for at, size in self.gaps(extent))
 
+    def relaid(self, layout: Layout) -> "ChunkSums":
+        """The same knowledge about the same planes dealt to stripes otherwise."""
+        other = ChunkSums(layout, self.values)
+        other._states = self._states
+        other._pieces = self._pieces
+        return other
+
     def tables(self) -> list[bytes]:
         """Each stripe's checksum table as it lies in the file: uint32, little endian."""
         pattern = self.layout.pattern

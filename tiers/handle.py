@@ -1,6 +1,5 @@
 """A transfer in flight: it owns its buffer and reports its outcome, however often it is asked."""
 
-import contextlib
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -15,6 +14,17 @@ class Part:
 
     stripe: int
     handle: Handle
+
+
+def outcome(handle: Handle, timeout: float | None = None) -> OSError | None:
+    """Wait for a native transfer; its failure, if any, however often it is asked. Raises TimeoutError."""
+    try:
+        handle.wait(timeout)
+    except TimeoutError:
+        raise
+    except OSError as error:
+        return error
+    return handle.error
 
 
 class TransferHandle:
@@ -69,8 +79,7 @@ class TransferHandle:
     def drain(self) -> None:
         """Wait until no part touches the buffer any more, whatever the outcome (which wait() tells)."""
         for part in self._parts:
-            with contextlib.suppress(OSError):
-                part.handle.wait()
+            outcome(part.handle)
 
     def failed(self) -> bool:
         """Whether a drained transfer failed, told without settling it."""
@@ -97,10 +106,7 @@ class TransferHandle:
 
 def _first_failure(parts: Sequence[Part], limit: float | None) -> tuple[Part, OSError] | None:
     for part in parts:
-        try:
-            part.handle.wait(None if limit is None else max(0.0, limit - time.monotonic()))
-        except TimeoutError:
-            raise
-        except OSError as error:
+        error = outcome(part.handle, None if limit is None else max(0.0, limit - time.monotonic()))
+        if error is not None:
             return part, error
     return None

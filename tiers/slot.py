@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from lamina.aio_native import AsyncIO, File, Priority, Read, Write
 from lamina.tiers.errors import IntegrityError
 from lamina.tiers.folder import RankFolder
-from lamina.tiers.handle import Part, TransferHandle
+from lamina.tiers.handle import Part, TransferHandle, outcome
 from lamina.tiers.layout import Layout, PlaneExtent, Segment
 from lamina.tiers.manifest import SlotRecord
 from lamina.tiers.wear import Wear
@@ -45,20 +45,14 @@ class Slot:
         """Create and preallocate the files; stripe k lies in folder k. Raises OSError, with nothing left
         behind."""
         files: dict[int, File] = {}
-        made: list[str] = []
         try:
             for stripe, name in record.names().items():
                 path = folders[stripe].file(name)
-                if os.path.lexists(path):
-                    raise FileExistsError(17, "exists already", path)
-                made.append(path)
-                files[stripe] = io.open(path, writable=True, create=True, size=layout.file_bytes[stripe])
-        except OSError:
+                files[stripe] = io.open(path, create=True, exclusive=True, size=layout.file_bytes[stripe])
+        except BaseException:
             for file in files.values():
                 file.close()
-            for path in made:
-                if os.path.lexists(path):
-                    os.unlink(path)
+                os.unlink(file.path)
             raise
         return cls(record, layout, files, {stripe: stripe for stripe in files}, io, wear)
 
@@ -223,11 +217,6 @@ def _by_stripe(segments: Sequence[Segment]) -> list[tuple[int, list[Segment]]]:
 
 def finish(parts: Sequence[Part]) -> None:
     """Wait for all parts; raise the first failure when none is in flight any more."""
-    first: OSError | None = None
-    for part in parts:
-        try:
-            part.handle.wait()
-        except OSError as error:
-            first = first or error
-    if first is not None:
-        raise first
+    failures = [error for part in parts if (error := outcome(part.handle)) is not None]
+    if failures:
+        raise failures[0]

@@ -117,6 +117,17 @@ class SlotPool:
             serial += 1
         return f"gen-{serial}"
 
+    def next_frozen_stem(self) -> str:
+        """A name for files of frozen planes that replace others."""
+        serial = 1
+        while any(
+            os.path.lexists(os.path.join(folder.path, file_name(f"{FROZEN_STEM}-{serial}", stripe)))
+            for folder in self.folders
+            for stripe in range(len(self.folders))
+        ):
+            serial += 1
+        return f"{FROZEN_STEM}-{serial}"
+
     def _names(self, serial: int) -> list[str]:
         return [file_name(f"gen-{serial}", stripe) for stripe in range(len(self.folders))]
 
@@ -220,9 +231,10 @@ class SlotPool:
                 for stripe, index in slot.where.items():
                     self.folders[index].remove([slot.record.names()[stripe]])
 
-    def blame(self, error: OSError) -> None:
-        """Take the path that an error names out of use, if another can take over; otherwise raise it."""
-        index = self.index_of(error)
+    def blame(self, error: OSError, index: int | None = None) -> None:
+        """Take the path that failed (by default the one the error names) out of use, if another can take over;
+        otherwise raise the error."""
+        index = self.index_of(error) if index is None else index
         usable = [i for i in range(len(self.paths)) if i not in self.failed and i != index]
         if index is None or error.errno not in FAULTS or not usable:
             raise error

@@ -8,7 +8,7 @@ from typing import Any
 
 from lamina.aio_native import AsyncIO, Priority
 from lamina.tiers.chunk_sums import ChunkSums
-from lamina.tiers.errors import StoreError
+from lamina.tiers.errors import SpaceError, StoreError
 from lamina.tiers.handle import TransferHandle
 from lamina.tiers.lock import FolderLock
 from lamina.tiers.manifest import MANIFEST_NAME, FrozenRecord, GenerationRecord, read_manifest
@@ -222,9 +222,22 @@ class GenerationStore:
             self._pool.save(self._pool.manifest.with_(updating=self._committed[0].id + 1))
             self._torn = True
 
-    def replace_slot(self, target: Target, stripe: int, error: OSError) -> Slot:
+    def replace_slot(self, slot: Slot, stripe: int, error: OSError) -> Slot:
         """[Owner] Files without the path that failed."""
-        raise fault(error, "a write") from error
+        with self._lock:
+            try:
+                self._pool.blame(error, slot.where[stripe])
+                stem = self._pool.next_frozen_stem() if slot.record.is_frozen else self._pool.next_stem()
+                (new,) = self._pool.fresh([stem])
+            except (OSError, SpaceError) as second:
+                said = "a write" if second is error else f"a write (and no other path could take over: {second})"
+                raise fault(error, said) from second
+            return new
+
+    def discard_slot(self, slot: Slot) -> None:
+        """[Owner] Remove the files that a transaction has moved away from."""
+        with self._lock:
+            self._pool.drop([slot])
 
     def publish(self, targets: Iterable[Target], step: int, meta: Mapping[str, Any], durable: bool) -> None:
         """[Owner] The atomic commit."""

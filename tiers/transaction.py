@@ -3,12 +3,12 @@ all."""
 
 import enum
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from lamina.aio_native import Priority
-from lamina.tiers.chunk_sums import ChunkSums
+from lamina.tiers.chunk_sums import ChunkState, ChunkSums
 from lamina.tiers.errors import StorageFault, StoreError
 from lamina.tiers.handle import Part, TransferHandle
 from lamina.tiers.layout import ALIGN, PlaneExtent, align_up
@@ -51,8 +51,11 @@ class Owner(Protocol):
     def first_write(self, target: Target) -> None:
         """Called before the first byte of a target is written."""
 
-    def replace_slot(self, target: Target, stripe: int, error: OSError) -> Slot:
-        """A fresh slot without the failed path; raises StorageFault when there is none."""
+    def replace_slot(self, slot: Slot, stripe: int, error: OSError) -> Slot:
+        """A fresh slot without the path that failed; raises StorageFault when there is none."""
+
+    def discard_slot(self, slot: Slot) -> None:
+        """A slot is not needed any more."""
 
     def publish(self, targets: Iterable[Target], step: int, meta: Mapping[str, Any], durable: bool) -> None:
         """Make the targets the current generation."""
@@ -68,6 +71,11 @@ class _Write:
     offset: int
     nbytes: int
     handle: TransferHandle
+
+    def covers(self, extent: PlaneExtent, offset: int, nbytes: int) -> bool:
+        """Whether it writes all of these bytes."""
+        same = self.extent.shard == extent.shard and self.extent.plane == extent.plane
+        return same and self.offset <= offset and offset + nbytes <= self.offset + self.nbytes
 
     def touches(self, extent: PlaneExtent, offset: int, nbytes: int) -> bool:
         """Whether the two share a 4096-byte block (a direct write of part of one rewrites all of it)."""
@@ -268,11 +276,17 @@ class Transaction:
             self._owner.first_write(target)
             target.dirty = True
 
-        def rescue(stripe: int, error: OSError) -> list[Part]:
-            self._rescue(target, stripe, error)
-            return target.slot.write(target.slot.layout.extent(extent.shard, extent.plane), offset, view, priority)
+        started_in = target.slot
 
-        parts = target.slot.write(extent, offset, view, priority)
+        def rescue(stripe: int, error: OSError) -> list[Part]:
+            nonlocal started_in
+            if target.slot is started_in:
+                self._replan(target, stripe, error)
+            started_in = target.slot
+            again = started_in.layout.extent(extent.shard, extent.plane)
+            return started_in.write(again, offset, view, priority)
+
+        parts = started_in.write(extent, offset, view, priority)
         handle = TransferHandle(parts, view, rescue=rescue, lock=self._lock)
         self._pending.append(_Write(target, extent, offset, len(view), handle))
         return handle
@@ -312,9 +326,60 @@ class Transaction:
         except OSError as error:
             raise fault(error, "the checksums or the durability of a generation") from error
 
-    def _rescue(self, target: Target, stripe: int, error: OSError) -> None:
-        """A write failed: move the transaction to other files, unless another write's failure already did."""
-        raise fault(error, "a write") from error
+    def _replan(self, target: Target, stripe: int, error: OSError) -> None:
+        """A path failed: move what was written to files on the other paths, and go on there.
+
+        Writes that failed too are not moved: their own rescue starts them again. The lock is held.
+        """
+        if target.in_place:
+            raise fault(error, "an in-place write (generations: 1), which cannot move to another path,")
+        writes = [write for write in self._pending if write.target is target]
+        for write in writes:
+            write.handle.drain()
+        lost = [write for write in writes if write.handle.failed()]
+        old = target.slot
+        new = self._owner.replace_slot(old, stripe, error)
+        try:
+            move(old, new, target.sums, lost)
+        except (OSError, StoreError) as second:
+            raise fault(error, f"a write (and moving to another path: {second})") from second
+        target.slot = new
+        target.sums = target.sums.relaid(new.layout)
+        self._owner.discard_slot(old)
+
+
+def move(old: Slot, new: Slot, sums: ChunkSums, lost: Sequence[_Write]) -> None:
+    """Copy what is written of one slot to another with other stripes, checking it; `lost` bytes are left out.
+
+    Bytes that nobody wrote may be copied along: they are written before a commit, or there is none.
+    """
+    chunk_bytes = old.layout.chunk_bytes
+    bad: set[int] = set()
+    for write in lost:
+        extent = old.layout.extent(write.extent.shard, write.extent.plane)
+        last = (write.offset + write.nbytes - 1) // chunk_bytes
+        bad |= {extent.first_chunk + chunk for chunk in range(write.offset // chunk_bytes, last + 1)}
+    # A chunk that is lost only in part still has good bytes: copied, but not checked.
+    ranges = [
+        (extent, chunk * chunk_bytes, sums.chunk_bytes(extent, chunk))
+        for extent in old.layout.extents.values()
+        for chunk in range(extent.num_chunks)
+        if sums.state(extent.first_chunk + chunk) != ChunkState.ABSENT
+        and not (
+            extent.first_chunk + chunk in bad
+            and any(write.covers(extent, chunk * chunk_bytes, sums.chunk_bytes(extent, chunk)) for write in lost)
+        )
+    ]
+
+    def sink(piece: Piece, view: memoryview) -> TransferHandle:
+        index = piece.extent.first_chunk + piece.offset // chunk_bytes
+        if index not in bad and sums.state(index) is ChunkState.KNOWN:
+            check_chunks(old, sums, piece.extent, piece.offset, view, "a generation being written")
+        extent = new.layout.extent(piece.extent.shard, piece.extent.plane)
+        return TransferHandle(new.write(extent, piece.offset, view, Priority.WRITE_BACK), view)
+
+    with Scratch(chunk_bytes, 4 * chunk_bytes) as scratch:
+        pump(old, cut(ranges, chunk_bytes, chunk_bytes), scratch, sink)
 
 
 def fault(error: OSError, what: str) -> StorageFault:
