@@ -1,0 +1,453 @@
+/* Carries pieces out with io_uring. One thread owns the ring: it makes it, submits, reaps and registers,
+ * which lets the kernel skip its locks (SINGLE_ISSUER) and do completion work when it is asked for
+ * (DEFER_TASKRUN). */
+#include <errno.h>
+#include <liburing.h>
+#include <poll.h>
+#include <signal.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#include "schedule.h"
+
+#define FILE_SLOTS 256
+#define BUFFER_SLOTS 256
+#define BUFFER_BYTES ((uint64_t)1 << 30) /* the kernel's limit for one registered buffer */
+#define REAP_BATCH 32
+
+/* Something that only the ring's thread may do, asked for by another. */
+struct command {
+    struct command *next;
+    enum { COMMAND_REGISTER, COMMAND_UNREGISTER, COMMAND_FORGET_FILE } what;
+    char *address;
+    uint64_t nbytes;
+    struct file *file;
+    int result;
+    int done;
+};
+
+struct fixed_buffer {
+    char *address;
+    uint64_t nbytes; /* 0: free */
+};
+
+struct ring {
+    struct lamina_engine *engine;
+    struct io_uring ring;
+    pthread_t thread;
+    pthread_cond_t work;    /* the thread sleeps here while nothing is in flight */
+    pthread_cond_t changed; /* started, or a command is done */
+    struct command *commands;
+    int wake_fd; /* wakes the thread while it waits for completions */
+    int wake_armed;
+    int wake_sent;
+    int waiting; /* the thread is in the kernel, or about to be */
+    int started; /* 1: running, < 0: -errno */
+    int stopping;
+    uint32_t inflight; /* pieces handed to the kernel or about to be; the ring's thread only */
+    struct lamina_features features;
+    struct fixed_buffer buffers[BUFFER_SLOTS];
+    uint32_t num_buffers; /* slots in use or once used */
+    unsigned char file_used[FILE_SLOTS];
+    int bounce_tried;
+};
+
+static int open_ring(struct ring *r, const struct lamina_config *config) {
+    static const uint32_t choices[] = {
+#if defined(IORING_SETUP_SINGLE_ISSUER) && defined(IORING_SETUP_DEFER_TASKRUN)
+        IORING_SETUP_SUBMIT_ALL | IORING_SETUP_SINGLE_ISSUER | IORING_SETUP_DEFER_TASKRUN,
+#endif
+#ifdef IORING_SETUP_COOP_TASKRUN
+        IORING_SETUP_SUBMIT_ALL | IORING_SETUP_COOP_TASKRUN,
+#endif
+        0,
+    };
+    int rc = -EINVAL;
+    for (size_t i = 0; i < sizeof choices / sizeof choices[0] && rc == -EINVAL; i++) {
+        /* Every piece, the wake-up poll and a spare fit, so neither ring can overflow. */
+        struct io_uring_params params = {.flags = choices[i] | IORING_SETUP_CLAMP};
+        rc = io_uring_queue_init_params(config->queue_depth + 2, &r->ring, &params);
+        r->features.setup_flags = params.flags;
+        r->features.kernel_flags = params.features;
+    }
+    return rc;
+}
+
+/* Reading and writing at an offset came with 5.6; before that the threads are the better choice. */
+static int check_operations(struct ring *r) {
+    static const int needed[] = {IORING_OP_READ, IORING_OP_WRITE, IORING_OP_FSYNC, IORING_OP_POLL_ADD};
+    struct io_uring_probe *probe = io_uring_get_probe_ring(&r->ring);
+    int rc = probe ? 0 : -ENOSYS;
+    for (size_t i = 0; probe && i < sizeof needed / sizeof needed[0]; i++)
+        if (!io_uring_opcode_supported(probe, needed[i]))
+            rc = -ENOSYS;
+    if (probe)
+        io_uring_free_probe(probe);
+    return rc;
+}
+
+static void reserve_slots(struct ring *r, const struct lamina_config *config) {
+    if (!config->use_fixed)
+        return;
+    int rc = io_uring_register_files_sparse(&r->ring, FILE_SLOTS);
+    r->features.fixed_files = rc ? 0 : FILE_SLOTS;
+    r->features.fixed_files_error = -rc;
+    rc = io_uring_register_buffers_sparse(&r->ring, BUFFER_SLOTS);
+    r->features.fixed_buffers = rc ? 0 : BUFFER_SLOTS;
+    r->features.fixed_buffers_error = -rc;
+}
+
+static int set_buffer(struct ring *r, uint32_t slot, char *address, uint64_t nbytes) {
+    struct iovec vec = {.iov_base = address, .iov_len = nbytes};
+    __u64 tag = 0;
+    int rc = io_uring_register_buffers_update_tag(&r->ring, slot, &vec, &tag, 1);
+    if (rc < 0)
+        return rc;
+    r->buffers[slot] = (struct fixed_buffer){.address = address, .nbytes = nbytes};
+    if (slot >= r->num_buffers)
+        r->num_buffers = slot + 1;
+    return 0;
+}
+
+static void drop_buffers(struct ring *r, const char *address, uint64_t nbytes) {
+    for (uint32_t i = 0; i < r->num_buffers; i++)
+        if (r->buffers[i].nbytes && r->buffers[i].address >= address &&
+            r->buffers[i].address < address + nbytes && !set_buffer(r, i, NULL, 0))
+            r->buffers[i].address = NULL;
+}
+
+static int add_buffers(struct ring *r, char *address, uint64_t nbytes) {
+    int rc = r->features.fixed_buffers ? 0 : -ENOTSUP;
+    for (uint64_t done = 0; done < nbytes && !rc; done += BUFFER_BYTES) {
+        uint32_t slot = 0;
+        while (slot < BUFFER_SLOTS && r->buffers[slot].nbytes)
+            slot++;
+        uint64_t part = nbytes - done < BUFFER_BYTES ? nbytes - done : BUFFER_BYTES;
+        rc = slot == BUFFER_SLOTS ? -ENOSPC : set_buffer(r, slot, address + done, part);
+    }
+    if (rc)
+        drop_buffers(r, address, nbytes);
+    return rc;
+}
+
+static int find_buffer(const struct ring *r, const char *address, uint64_t nbytes) {
+    for (uint32_t i = 0; i < r->num_buffers; i++) {
+        const struct fixed_buffer *b = &r->buffers[i];
+        if (address >= b->address && address + nbytes <= b->address + b->nbytes)
+            return (int)i;
+    }
+    return -1;
+}
+
+static void take_file_slot(struct ring *r, struct file *file) {
+    file->fixed_slot = -2;
+    for (uint32_t i = 0; i < r->features.fixed_files; i++) {
+        if (r->file_used[i])
+            continue;
+        if (io_uring_register_files_update(&r->ring, i, &file->spec.fd, 1) == 1) {
+            r->file_used[i] = 1;
+            file->fixed_slot = (int)i;
+        }
+        return;
+    }
+}
+
+static void give_file_slot(struct ring *r, struct file *file) {
+    int none = -1;
+    if (file->fixed_slot < 0)
+        return;
+    if (io_uring_register_files_update(&r->ring, (unsigned)file->fixed_slot, &none, 1) == 1)
+        r->file_used[file->fixed_slot] = 0;
+    file->fixed_slot = -2;
+}
+
+static void run_commands(struct ring *r) {
+    while (r->commands) {
+        struct command *c = r->commands;
+        r->commands = c->next;
+        switch (c->what) {
+        case COMMAND_REGISTER:
+            c->result = add_buffers(r, c->address, c->nbytes);
+            break;
+        case COMMAND_UNREGISTER:
+            drop_buffers(r, c->address, c->nbytes);
+            break;
+        case COMMAND_FORGET_FILE:
+            give_file_slot(r, c->file);
+            break;
+        }
+        c->done = 1;
+        pthread_cond_broadcast(&r->changed);
+    }
+}
+
+static struct io_uring_sqe *get_sqe(struct ring *r) {
+    struct io_uring_sqe *sqe = io_uring_get_sqe(&r->ring);
+    while (!sqe) { /* cannot be: the ring has room for every piece; submitting makes room all the same */
+        io_uring_submit(&r->ring);
+        sqe = io_uring_get_sqe(&r->ring);
+    }
+    return sqe;
+}
+
+static void queue_piece(struct ring *r, struct piece *p) {
+    struct io_uring_sqe *sqe = get_sqe(r);
+    struct file *file = p->request->file;
+    /* A length is 32 bits in the ring; block_bytes is far below that. */
+    unsigned nbytes = (unsigned)p->nbytes;
+    int buffer = p->operation < LAMINA_FSYNC ? find_buffer(r, p->address, p->nbytes) : -1;
+    if (file->fixed_slot == -1)
+        take_file_slot(r, file);
+    int fixed = p->fd == file->spec.fd && file->fixed_slot >= 0, fd = fixed ? file->fixed_slot : p->fd;
+    if (p->operation == LAMINA_READ && buffer >= 0)
+        io_uring_prep_read_fixed(sqe, fd, p->address, nbytes, p->offset, buffer);
+    else if (p->operation == LAMINA_READ)
+        io_uring_prep_read(sqe, fd, p->address, nbytes, p->offset);
+    else if (p->operation == LAMINA_WRITE && buffer >= 0)
+        io_uring_prep_write_fixed(sqe, fd, p->address, nbytes, p->offset, buffer);
+    else if (p->operation == LAMINA_WRITE)
+        io_uring_prep_write(sqe, fd, p->address, nbytes, p->offset);
+    else
+        io_uring_prep_fsync(sqe, fd, p->operation == LAMINA_FDATASYNC ? IORING_FSYNC_DATASYNC : 0);
+    sqe->flags |= (fixed ? IOSQE_FIXED_FILE : 0) | (p->force_async ? IOSQE_ASYNC : 0);
+    io_uring_sqe_set_data(sqe, p);
+}
+
+static void arm_wake(struct ring *r) {
+    if (r->wake_armed)
+        return;
+    struct io_uring_sqe *sqe = get_sqe(r);
+    io_uring_prep_poll_add(sqe, r->wake_fd, POLLIN);
+    io_uring_sqe_set_data(sqe, NULL);
+    r->wake_armed = 1;
+}
+
+/* The bounce memory is registered when it is first needed. */
+static void prepare_piece(struct ring *r, struct piece *p) {
+    struct bounce_pool *pool = &r->engine->bounce;
+    if (p->bounce && !r->bounce_tried && r->features.fixed_buffers) {
+        r->bounce_tried = 1;
+        (void)add_buffers(r, pool->base,
+                          pool->block_bytes * pool->num_blocks); /* plain transfers do as well */
+    }
+    piece_prepare(p);
+    queue_piece(r, p);
+    r->inflight++;
+    if (p->bounce) /* let the device work while the next block is copied */
+        io_uring_submit(&r->ring);
+}
+
+/* Lock held on entry and return, and not given up after the last look for work: a kick in between would be
+ * lost. */
+static void start_pieces(struct ring *r) {
+    struct lamina_engine *e = r->engine;
+    struct piece *batch[REAP_BATCH];
+    for (;;) {
+        uint32_t count = 0;
+        while (count < REAP_BATCH && (batch[count] = schedule_take(e)))
+            if (batch[count++]
+                    ->bounce) /* one copy at a time, so that the device is not kept waiting for all */
+                break;
+        if (!count)
+            return;
+        pthread_mutex_unlock(&e->lock);
+        for (uint32_t i = 0; i < count; i++)
+            prepare_piece(r, batch[i]);
+        pthread_mutex_lock(&e->lock);
+    }
+}
+
+/* Handles what has come back, one batch at most; the lock is not held. Returns how many came. */
+static uint32_t reap(struct ring *r) {
+    struct lamina_engine *e = r->engine;
+    struct io_uring_cqe *cqes[REAP_BATCH];
+    struct piece *finished[REAP_BATCH];
+    uint32_t ended = 0, count = io_uring_peek_batch_cqe(&r->ring, cqes, REAP_BATCH);
+    int bounced = 0;
+    uint32_t i = 0;
+    for (; i < count && !bounced; i++) {
+        struct piece *p = io_uring_cqe_get_data(cqes[i]);
+        int outcome = cqes[i]->res;
+        if (!p) {
+            uint64_t value;
+            r->wake_armed = 0;
+            (void)!read(r->wake_fd, &value, sizeof value); /* nonblocking; empty is fine too */
+        } else if (piece_advance(p, outcome) == PIECE_AGAIN) {
+            queue_piece(r, p);
+        } else {
+            finished[ended++] = p;
+            bounced = p->bounce != NULL; /* its block is wanted for the next piece */
+        }
+    }
+    io_uring_cq_advance(&r->ring, i);
+    r->inflight -= ended;
+    pthread_mutex_lock(&e->lock);
+    if (!r->wake_armed)
+        r->wake_sent = 0;
+    for (uint32_t k = 0; k < ended; k++)
+        schedule_finish(e, finished[k]);
+    pthread_mutex_unlock(&e->lock);
+    return i;
+}
+
+/* Submits what is queued and sleeps until something comes back. */
+static void wait_completions(struct ring *r) {
+    arm_wake(r);
+    int rc = io_uring_submit_and_wait(&r->ring, 1);
+    /* EINTR, and EAGAIN or EBUSY when the kernel is short of memory: what came back is reaped, the rest stays
+     * queued. */
+    if (rc == -EAGAIN || rc == -EBUSY)
+        usleep(500);
+}
+
+static void serve(struct ring *r) {
+    struct lamina_engine *e = r->engine;
+    pthread_mutex_lock(&e->lock);
+    for (;;) {
+        run_commands(r);
+        start_pieces(r);
+        if (r->commands)
+            continue;
+        if (!r->inflight) {
+            if (r->stopping)
+                break;
+            pthread_cond_wait(&r->work, &e->lock);
+            continue;
+        }
+        r->waiting = 1;
+        pthread_mutex_unlock(&e->lock);
+        wait_completions(r);
+        reap(r);
+        pthread_mutex_lock(&e->lock);
+        r->waiting = 0;
+    }
+    pthread_mutex_unlock(&e->lock);
+}
+
+static void *ring_thread(void *argument) {
+    struct ring *r = argument;
+    struct lamina_engine *e = r->engine;
+    int rc = open_ring(r, &e->config), opened = !rc;
+    if (!rc)
+        rc = check_operations(r);
+    if (!rc)
+        reserve_slots(r, &e->config);
+    pthread_mutex_lock(&e->lock);
+    r->started = rc ? rc : 1;
+    pthread_cond_broadcast(&r->changed);
+    pthread_mutex_unlock(&e->lock);
+    if (!rc)
+        serve(r);
+    if (opened)
+        io_uring_queue_exit(&r->ring);
+    return NULL;
+}
+
+static void wake(struct ring *r) {
+    uint64_t one = 1;
+    pthread_cond_signal(&r->work);
+    if (r->waiting && !r->wake_sent) {
+        r->wake_sent = 1;
+        (void)!write(r->wake_fd, &one, sizeof one); /* cannot fail: the counter is drained on every wake */
+    }
+}
+
+static void kick(struct lamina_engine *e) {
+    /* With every slot taken the next completion will do. */
+    if (e->num_active < e->config.queue_depth)
+        wake(e->driver_state);
+}
+
+static int run(struct ring *r, struct command *c) {
+    struct command **last = &r->commands;
+    while (*last)
+        last = &(*last)->next;
+    *last = c;
+    wake(r);
+    while (!c->done)
+        pthread_cond_wait(&r->changed, &r->engine->lock);
+    return c->result;
+}
+
+static int register_memory(struct lamina_engine *e, void *address, uint64_t nbytes) {
+    struct command c = {.what = COMMAND_REGISTER, .address = address, .nbytes = nbytes};
+    return run(e->driver_state, &c);
+}
+
+static int unregister_memory(struct lamina_engine *e, void *address, uint64_t nbytes) {
+    struct command c = {.what = COMMAND_UNREGISTER, .address = address, .nbytes = nbytes};
+    return run(e->driver_state, &c);
+}
+
+static void forget_file(struct lamina_engine *e, struct file *file) {
+    struct command c = {.what = COMMAND_FORGET_FILE, .file = file};
+    run(e->driver_state, &c);
+}
+
+static void features(struct lamina_engine *e, struct lamina_features *features) {
+    *features = ((struct ring *)e->driver_state)->features;
+    features->threads = 1;
+}
+
+static void discard(struct ring *r) {
+    if (r->wake_fd >= 0)
+        close(r->wake_fd);
+    pthread_cond_destroy(&r->work);
+    pthread_cond_destroy(&r->changed);
+    free(r);
+}
+
+static int start_thread(struct ring *r) {
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    int rc = -pthread_create(&r->thread, NULL, ring_thread, r);
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    if (rc)
+        return rc;
+    pthread_mutex_lock(&r->engine->lock);
+    while (!r->started)
+        pthread_cond_wait(&r->changed, &r->engine->lock);
+    pthread_mutex_unlock(&r->engine->lock);
+    if (r->started < 0)
+        pthread_join(r->thread, NULL);
+    return r->started < 0 ? r->started : 0;
+}
+
+static int start(struct lamina_engine *e, const struct lamina_config *config) {
+    (void)config;
+    struct ring *r = calloc(1, sizeof *r);
+    if (!r)
+        return -ENOMEM;
+    r->engine = e;
+    e->driver_state = r;
+    pthread_cond_init(&r->work, NULL); /* neither can fail with default attributes */
+    pthread_cond_init(&r->changed, NULL);
+    r->wake_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+    int rc = r->wake_fd < 0 ? -errno : start_thread(r);
+    if (rc)
+        discard(r);
+    return rc;
+}
+
+static void stop(struct lamina_engine *e) {
+    struct ring *r = e->driver_state;
+    pthread_mutex_lock(&e->lock);
+    r->stopping = 1;
+    wake(r);
+    pthread_mutex_unlock(&e->lock);
+    pthread_join(r->thread, NULL);
+    discard(r);
+}
+
+const struct driver ring_driver = {
+    .start = start,
+    .kick = kick,
+    .register_memory = register_memory,
+    .unregister_memory = unregister_memory,
+    .forget_file = forget_file,
+    .features = features,
+    .stop = stop,
+};

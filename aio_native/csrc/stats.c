@@ -1,0 +1,26 @@
+#include "stats.h"
+
+#include "clock.h"
+#include "core.h"
+
+/* The running interval is booked too, so that a long idle spell shows before it ends. */
+static void book(struct lamina_device_stats *stats, const struct device *d, uint64_t now) {
+    uint64_t span = now - d->since_ns;
+    *stats = d->stats;
+    *(stats->inflight ? &stats->busy_ns : &stats->idle_ns) += span;
+    stats->depth_ns += span * stats->inflight;
+    stats->read.busy_ns += d->inflight[0] ? span : 0;
+    stats->write.busy_ns += d->inflight[1] ? span : 0;
+    stats->sync.busy_ns += d->inflight[2] ? span : 0;
+}
+
+int lamina_stats(struct lamina_engine *e, struct lamina_device_stats *stats, uint32_t count) {
+    uint32_t n = 0;
+    pthread_mutex_lock(&e->lock);
+    uint64_t now = now_ns();
+    for (const struct device *d = e->devices; d; d = d->next, n++)
+        if (n < count)
+            book(&stats[n], d, now);
+    pthread_mutex_unlock(&e->lock);
+    return (int)n;
+}
