@@ -20,7 +20,7 @@ class Buffers:
     """Elements of one reduction bucket (reduce_bucket_size); None reduces whole groups in place."""
     bucket_count: int = 2
     """Buckets that exist at once: one fills while the other is reduced."""
-    sub_group: int = 1 << 24
+    sub_group: int = 1 << 22
     """Elements that the optimizer streams at a time."""
     update_depth: int = 3
     """Sub-groups in flight: one read, one updated, one written."""

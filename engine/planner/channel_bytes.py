@@ -5,10 +5,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from lamina.engine.planner.activations import activation_bytes
-from lamina.engine.planner.footprint import Case
+from lamina.engine.planner.case import Case
 from lamina.engine.planner.placement import DEVICE, NVME
 from lamina.engine.planner.state_bytes import (
-    PARAM,
     update_read_bytes_per_param,
     update_write_bytes_per_param,
 )
@@ -101,12 +100,8 @@ def _update(case: Case) -> dict[Channel, float]:
     else:
         moved[Channel.DRAM] += numel * (read + write + load.grad_bytes)
     if place.optimizer == NVME:
-        # The param plane travels with the others when it lives there too, or as the copy for the update.
-        along = place.param == NVME or case.param_copy
-        elsewhere = 0 if along else case.planes[PARAM]
-        reads_param = load.dtype != "fp16"  # the rounded master of fp16 is written only
-        moved[Channel.NVME_READ] += numel * (read - (elsewhere if reads_param else 0))
-        moved[Channel.NVME_WRITE] += numel * (write - elsewhere)
+        moved[Channel.NVME_READ] += numel * read
+        moved[Channel.NVME_WRITE] += numel * write
         if place.grad == NVME:
             moved[Channel.NVME_READ] += numel * load.grad_bytes
         moved[Channel.DRAM] += moved[Channel.NVME_READ] + moved[Channel.NVME_WRITE]

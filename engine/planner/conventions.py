@@ -23,9 +23,7 @@ FLOPS_PER_PARAM_TOKEN = 8
 
 def printed(value: float, digits: int, *, truncate: bool = False) -> Decimal:
     """``value`` with ``digits`` decimals as a table prints it: half up, or cut off."""
-    return Decimal(repr(value)).quantize(
-        Decimal(1).scaleb(-digits), ROUND_DOWN if truncate else ROUND_HALF_UP
-    )
+    return Decimal(repr(value)).quantize(Decimal(1).scaleb(-digits), ROUND_DOWN if truncate else ROUND_HALF_UP)
 
 
 def printed_significant(value: float, digits: int) -> Decimal:
@@ -82,10 +80,7 @@ def infinity_memory(
     return InfinityMemory(
         params=params,
         states_tib=INFINITY_STATE_BYTES * params / TIB,
-        activations_tib=infinity_working_bytes(batch=node_batch, heads=heads, **shape)
-        * layers
-        / interval
-        / TIB,
+        activations_tib=infinity_working_bytes(batch=node_batch, heads=heads, **shape) * layers / interval / TIB,
         checkpoints_tib=infinity_checkpoint_bytes(batch=node_batch, layers=layers, **shape) / TIB,
         mswm_gib=16 * hidden**2 / GIB,
         awm_gib=awm / GIB,
@@ -168,8 +163,6 @@ def deepspeed_zero2(
     """ZeRO-2: 2 bytes per parameter on the device with offload, else 4 and a part of 16."""
     whole_copies = 4 * devices_per_host
     if offload_optimizer:
-        return DeepSpeedEstimate(
-            host_bytes=params * max(whole_copies, 16) * host_factor, device_bytes=2 * params
-        )
+        return DeepSpeedEstimate(host_bytes=params * max(whole_copies, 16) * host_factor, device_bytes=2 * params)
     device = 4 * params + 16 * params // (devices_per_host * hosts)
     return DeepSpeedEstimate(host_bytes=params * whole_copies * host_factor, device_bytes=device)

@@ -3,7 +3,8 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from lamina.engine.planner.footprint import Case, Footprint, Kind, footprint
+from lamina.engine.planner.case import Case
+from lamina.engine.planner.footprint import Footprint, Kind, footprint
 from lamina.engine.planner.placement import DEVICE, HOST, NVME
 from lamina.engine.planner.quantity import format_bytes
 
@@ -76,6 +77,11 @@ def fit(case: Case, held: Footprint | None = None) -> Fit:
     return Fit(tiers=tiers, causes=causes)
 
 
+def fits(case: Case) -> bool:
+    """Whether every tier holds its part; without the search for causes."""
+    return all(use.fits for use in _uses(case, footprint(case)))
+
+
 def _uses(case: Case, held: Footprint) -> Iterator[TierUse]:
     machine, ranks = case.machine, held.ranks_per_host
     host_limit = max(machine.host_bytes - machine.host_reserve_bytes, 0)
@@ -115,8 +121,9 @@ def _causes(case: Case, held: Footprint, tier: str) -> list[Cause]:
 def _changes(case: Case) -> Iterator[tuple[str, str, Case]]:
     place, load = case.place, case.load
     if place.optimizer == DEVICE:
-        remedy = "offload_optimizer to host"
-        yield "optimizer state on the device", remedy, _placed(case, optimizer=HOST, grad=HOST)
+        remedy = "offload_optimizer to host" + ("" if place.stage else " at stage 1")
+        moved = _placed(case, stage=max(place.stage, 1), optimizer=HOST, grad=HOST)
+        yield "optimizer state on the device", remedy, moved
     if place.optimizer == HOST and case.machine.nvme_bytes:
         remedy = "offload_optimizer to nvme"
         yield "optimizer state in host memory", remedy, _placed(case, optimizer=NVME, grad=HOST)

@@ -1,15 +1,12 @@
 """Bytes of every kind on every tier in every phase of one rank, item by item."""
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from enum import StrEnum
 
 from lamina.engine.planner.activations import activation_bytes
-from lamina.engine.planner.buffers import Buffers
-from lamina.engine.planner.machine import Machine
-from lamina.engine.planner.model_shape import ModelShape
-from lamina.engine.planner.placement import DEVICE, HOST, NVME, Placement
-from lamina.engine.planner.rank_slice import RankSlice, rank_slice
+from lamina.engine.planner.case import Case
+from lamina.engine.planner.placement import DEVICE, HOST, NVME
 from lamina.engine.planner.state_bytes import (
     EXP_AVG,
     EXP_AVG_SQ,
@@ -17,9 +14,7 @@ from lamina.engine.planner.state_bytes import (
     PARAM,
     REMAINDER,
     nvme_bytes,
-    plane_bytes_per_param,
 )
-from lamina.engine.planner.workload import Workload
 
 
 class Phase(StrEnum):
@@ -38,6 +33,7 @@ class Kind(StrEnum):
 
     PARAMETERS = "parameters"
     GRADIENTS = "gradients"
+    IN_FLIGHT = "gradients in flight"
     MASTER = "master"
     MOMENTS = "moments"
     ACTIVATIONS = "activations"
@@ -46,12 +42,16 @@ class Kind(StrEnum):
     WINDOW = "gathered window"
     BUCKETS = "buckets"
     PINNED = "pinned buffers"
+    STAGING = "checkpoint staging"
     BUILD = "model being built"
     RUNTIME = "process and runtime"
 
 
 ALWAYS = frozenset(Phase)
 TRAINED = frozenset({Phase.FORWARD, Phase.BACKWARD})
+_OUTSIDE = frozenset(
+    {Kind.ACTIVATIONS, Kind.CHECKPOINTS, Kind.LOGITS, Kind.IN_FLIGHT, Kind.STAGING, Kind.BUILD, Kind.RUNTIME}
+)
 _PLANE_KIND = {
     PARAM: Kind.PARAMETERS,
     REMAINDER: Kind.MASTER,
@@ -72,6 +72,11 @@ class Item:
     formula: str
     """How the figure comes about, in words."""
 
+    @property
+    def arena(self) -> bool:
+        """Taken from the tier's byte budget, not by autograd, the driver or the interpreter."""
+        return self.kind not in _OUTSIDE
+
 
 @dataclass(frozen=True, kw_only=True)
 class Footprint:
@@ -90,6 +95,11 @@ class Footprint:
                 result[item.kind] = result.get(item.kind, 0) + item.nbytes
         return result
 
+    def arena_peak(self, tier: str) -> int:
+        """The most that one rank takes of the tier's byte budget: what the engine's own counters show."""
+        mine = [item for item in self.items if item.tier == tier and item.arena]
+        return max(sum(item.nbytes for item in mine if phase in item.phases) for phase in Phase)
+
     def peaks(self, tier: str) -> dict[Phase, int]:
         """Bytes on ``tier`` by phase."""
         return {phase: sum(self.of(tier, phase).values()) for phase in Phase}
@@ -106,41 +116,6 @@ class Footprint:
     def host_peak(self, tier: str) -> int:
         """The most that all ranks of one host need of ``tier``."""
         return self.peak(tier) * self.ranks_per_host
-
-
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """All that a footprint or a step time depends on."""
-
-    model: ModelShape
-    load: Workload
-    place: Placement
-    machine: Machine
-    buffers: Buffers = field(default_factory=Buffers)
-
-    @property
-    def slice(self) -> RankSlice:
-        """The fullest rank's groups."""
-        return rank_slice(self.model, self.place, self.machine.ranks)
-
-    @property
-    def planes(self) -> Mapping[str, int]:
-        """Bytes of each plane per trainable parameter."""
-        return plane_bytes_per_param(self.load.dtype, self.load.optimizer)
-
-    @property
-    def param_copy(self) -> bool:
-        """The tier of the update keeps its own ``param`` plane: it cannot reach the device's.
-
-        Without a GPU the device tier is host memory, which the CPU optimizer reads and writes directly.
-        """
-        away = self.place.param == DEVICE and self.place.optimizer != DEVICE
-        return away and not (self.machine.shared_memory and self.place.optimizer == HOST)
-
-    @property
-    def gathers(self) -> bool:
-        """Parameters are put together before use: split over ranks, or homed off the device."""
-        return self.place.stage == 3 and (self.slice.ranks > 1 or self.place.param != DEVICE)
 
 
 def footprint(case: Case) -> Footprint:
@@ -223,7 +198,7 @@ def _gradients(case: Case) -> Iterator[Item]:
         formula = f"{load.itemsize} B x (root group + two blocks in flight)"
         yield Item(
             tier=DEVICE,
-            kind=Kind.GRADIENTS,
+            kind=Kind.IN_FLIGHT,
             nbytes=nbytes,
             phases=frozenset({Phase.BACKWARD}),
             formula=formula,
@@ -241,26 +216,23 @@ def _gradients(case: Case) -> Iterator[Item]:
 
 
 def window_numel(case: Case) -> int:
-    """Elements of gathered groups besides the root: the one in use and those fetched ahead."""
-    part = case.slice
-    if case.buffers.max_live is None:
-        return part.window(1 + case.buffers.lookahead)
-    return max(min(case.buffers.max_live, sum(part.groups[1:])), part.largest_block)
+    """Elements of gathered groups: the largest ones, as many as are in use and fetched ahead at once.
+
+    With ``max_live`` set: so many elements of blocks (the one in use at least) and the root group.
+    """
+    part, own = case.slice, case.buffers
+    if own.max_live is None:
+        return sum(sorted(part.groups, reverse=True)[: 1 + own.lookahead])
+    return part.root + max(min(own.max_live, sum(part.groups[1:])), part.largest_block)
 
 
 def _window(case: Case) -> Iterator[Item]:
     if not case.gathers:
         return
     size = case.load.itemsize
-    blocks = window_numel(case)
-    formula = f"{size} B x (root group {case.slice.root} + blocks {blocks})"
-    yield Item(
-        tier=DEVICE,
-        kind=Kind.WINDOW,
-        nbytes=(case.slice.root + blocks) * size,
-        phases=TRAINED,
-        formula=formula,
-    )
+    numel = window_numel(case)
+    formula = f"{size} B x {numel}: the groups in use and fetched ahead"
+    yield Item(tier=DEVICE, kind=Kind.WINDOW, nbytes=numel * size, phases=TRAINED, formula=formula)
 
 
 def _activations(case: Case) -> Iterator[Item]:
@@ -328,17 +300,14 @@ def _staging(case: Case) -> Iterator[Item]:
             formula="two group shards of gradients from the device",
         )
     if place.optimizer == NVME:
-        per_param = sum(case.planes.values()) - (
-            0 if case.param_copy or place.param == NVME else load.itemsize
-        )
-        per_param += load.grad_bytes if place.grad == NVME else 0
+        per_param = sum(case.planes.values()) + (load.grad_bytes if place.grad == NVME else 0)
         sub_group = min(own.sub_group, max(part.trainable_shards, default=0))
         nbytes = own.update_depth * sub_group * per_param
         formula = f"{own.update_depth} sub-groups of {sub_group} x {per_param} B"
         yield Item(tier=HOST, kind=Kind.PINNED, nbytes=nbytes, phases=update, formula=formula)
     yield Item(
         tier=HOST,
-        kind=Kind.PINNED,
+        kind=Kind.STAGING,
         nbytes=own.io_staging_bytes,
         phases=frozenset({Phase.SAVE, Phase.LOAD}),
         formula="state is saved and loaded in pieces",
@@ -349,8 +318,7 @@ def _staging(case: Case) -> Iterator[Item]:
         kind=Kind.BUILD,
         nbytes=built * 4,
         phases=frozenset({Phase.INIT}),
-        formula="4 B x "
-        + ("the largest group" if own.zero_init else "the whole model: build it inside zero.Init"),
+        formula="4 B x " + ("the largest group" if own.zero_init else "the whole model: build it inside zero.Init"),
     )
 
 

@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from dataclasses import replace
 
-from lamina.engine.planner.fit import fit
-from lamina.engine.planner.footprint import Case
+from lamina.engine.planner.case import Case
+from lamina.engine.planner.fit import fits as case_fits
 from lamina.engine.planner.model_shape import ModelShape
 
 _MOST_LAYERS = 1 << 14
@@ -19,7 +19,7 @@ def largest_depth(case: Case) -> ModelShape | None:
     least = case.place.pipeline
 
     def fits(layers: int) -> bool:
-        return fit(replace(case, model=case.model.with_layers(layers))).fits
+        return case_fits(replace(case, model=case.model.with_layers(layers)))
 
     layers = _largest(fits, least, _MOST_LAYERS)
     return None if layers is None else replace(case.model.with_layers(layers), name=case.model.name)
@@ -54,7 +54,7 @@ def largest_gpt(case: Case) -> ModelShape | None:
         )
 
     def fits(columns: int) -> bool:
-        return fit(replace(case, model=shape(columns))).fits
+        return case_fits(replace(case, model=shape(columns)))
 
     columns = _largest(fits, case.place.tensor, 4096)
     if columns is None:
@@ -66,6 +66,10 @@ def _largest(fits: Callable[[int], bool], low: int, high: int) -> int | None:
     """The largest number in low..high for which ``fits`` holds, given that it holds up to some border."""
     if not fits(low):
         return None
+    reach = low
+    while reach < high and fits(min(2 * reach, high)):
+        low = reach = min(2 * reach, high)
+    high = min(2 * reach, high)
     while low < high:
         middle = (low + high + 1) // 2
         if fits(middle):

@@ -66,9 +66,7 @@ class Machine:
     def __post_init__(self) -> None:
         for name in ("hosts", "devices_per_host"):
             if getattr(self, name) < 1:
-                raise PlanError(
-                    f"machine {self.name}: {name} is {getattr(self, name)}; it must be at least 1"
-                )
+                raise PlanError(f"machine {self.name}: {name} is {getattr(self, name)}; it must be at least 1")
         if self.host_bytes < 1:
             raise PlanError(f"machine {self.name}: host_bytes is missing; give the memory of one host")
         if not self.shared_memory and self.device_bytes < 1:
@@ -78,9 +76,7 @@ class Machine:
             if isinstance(value, int | float) and not isinstance(value, bool) and value < 0:
                 raise PlanError(f"machine {self.name}: {item.name} is {value}; it must not be negative")
             if item.name.endswith(("bandwidth", "flops", "tbw")) and value == 0:
-                raise PlanError(
-                    f"machine {self.name}: {item.name} is 0; give its rate, or leave it out if not known"
-                )
+                raise PlanError(f"machine {self.name}: {item.name} is 0; give its rate, or leave it out if not known")
         if not 0 < self.achievable <= 1 or not 0 <= self.overlap_loss <= 1:
             raise PlanError(f"machine {self.name}: achievable must lie in (0, 1], overlap_loss in [0, 1]")
 
@@ -100,18 +96,14 @@ class Machine:
         """Peak of one device for a compute dtype of ``itemsize`` bytes."""
         name = "half_flops" if itemsize == 2 else "fp32_flops"
         if getattr(self, name) is None:
-            raise PlanError(
-                f"machine {self.name}: {name} is missing and the step time needs it; give {name}=…"
-            )
+            raise PlanError(f"machine {self.name}: {name} is missing and the step time needs it; give {name}=…")
         return float(getattr(self, name))
 
     def device_rate_from(self, tier: str, *, active: int) -> float:
         """Bytes per second that each of ``active`` devices of one host gets when all read from ``tier`` at
         once."""
         if active < 1 or active > self.devices_per_host:
-            raise PlanError(
-                f"machine {self.name}: active devices {active} must lie in 1..{self.devices_per_host}"
-            )
+            raise PlanError(f"machine {self.name}: active devices {active} must lie in 1..{self.devices_per_host}")
         link = self.rate("link_bandwidth", "a transfer to the device")
         host = min(link, (self.host_link_bandwidth or link * self.devices_per_host) / active)
         if tier == "host":
@@ -137,8 +129,7 @@ class Machine:
                 continue
             if name not in known:
                 raise PlanError(
-                    f"machine: {key!r} is unknown; write one of host, device, nvme, devices, "
-                    f"{', '.join(sorted(known))}"
+                    f"machine: {key!r} is unknown; write one of host, device, nvme, devices, {', '.join(sorted(known))}"
                 )
             result[name] = self._convert(name, value)
         return replace(self, **result)
@@ -159,9 +150,7 @@ class Machine:
             return {"nvme_bytes": int(number)}
         drives = int(number)
         if drives < 1 or drives != number:
-            raise PlanError(
-                f"machine: nvme: {value!r} must be a whole number of drives, or bytes such as 4TB"
-            )
+            raise PlanError(f"machine: nvme: {value!r} must be a whole number of drives, or bytes such as 4TB")
         factor = drives / self.drives
         rates = {
             name: None if getattr(self, name) is None else getattr(self, name) * factor
@@ -183,7 +172,5 @@ def machine_from_mapping(values: Mapping[str, Any], *, source: str) -> Machine:
     if "device_bytes" not in given:
         given["device_bytes"] = 0
         if str(given.get("shared_memory", False)).lower() not in ("true", "1"):
-            raise PlanError(
-                f"{source}: device_bytes is missing; give the memory of one device, or shared_memory: true"
-            )
+            raise PlanError(f"{source}: device_bytes is missing; give the memory of one device, or shared_memory: true")
     return base.with_changes(given)

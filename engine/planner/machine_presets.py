@@ -5,9 +5,7 @@ from lamina.engine.planner.errors import PlanError
 from lamina.engine.planner.machine import Machine
 from lamina.engine.planner.quantity import GB, GIB, MIB, TB
 
-_GPU_RESERVE = (
-    1024 * MIB
-)  # context about 500 MiB, collectives' buffers and matrix library workspaces the rest
+_GPU_RESERVE = 1024 * MIB  # context about 500 MiB, collectives' buffers and matrix library workspaces the rest
 _PROCESS = 2 * GIB  # a process with a GPU context
 
 
@@ -179,9 +177,7 @@ def machine_preset(name: str) -> Machine:
     """The preset called ``name``. Raises PlanError with the known names."""
     key = _ALIASES.get(name.lower(), name.lower())
     if key not in MACHINE_PRESETS:
-        raise PlanError(
-            f"machine: {name!r} is no preset and no file; presets: this, {', '.join(MACHINE_PRESETS)}"
-        )
+        raise PlanError(f"machine: {name!r} is no preset and no file; presets: this, {', '.join(MACHINE_PRESETS)}")
     return MACHINE_PRESETS[key]
 
 
@@ -194,9 +190,7 @@ def cluster_memory_tb(machine: Machine, devices: int, *, device_gb: int = 32) ->
     if devices < per_host:
         return devices * device_gb / 1000, machine.host_bytes / TB, machine.nvme_bytes / TB
     if devices % per_host:
-        raise PlanError(
-            f"devices: {devices} is not a multiple of the {per_host} devices of one {machine.name}"
-        )
+        raise PlanError(f"devices: {devices} is not a multiple of the {per_host} devices of one {machine.name}")
     hosts = devices // per_host
     one_host = int(per_host * device_gb / 1000 * 10) / 10
     return hosts * one_host, hosts * machine.host_bytes / TB, hosts * machine.nvme_bytes / TB

@@ -1,6 +1,7 @@
 """The shape of a transformer, and how many parameters each of its groups has."""
 
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from lamina.engine.planner.errors import PlanError
 
@@ -20,9 +21,7 @@ class LoraShape:
         known = {"attention", "mlp", "q", "k", "v", "o", "up", "gate", "down"}
         unknown = ", ".join(name for name in self.targets if name not in known)
         if unknown or not self.targets:
-            raise PlanError(
-                f"lora targets: {unknown or 'none given'}; write some of {', '.join(sorted(known))}"
-            )
+            raise PlanError(f"lora targets: {unknown or 'none given'}; write some of {', '.join(sorted(known))}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,25 +79,17 @@ class ModelShape:
                 raise PlanError(f"model {self.name}: {name} is {getattr(self, name)}; it must be at least 1")
         for name in ("kv_heads", "head_dim", "ffn", "positions", "experts", "experts_active"):
             if getattr(self, name) < 0:
-                raise PlanError(
-                    f"model {self.name}: {name} is {getattr(self, name)}; it must not be negative"
-                )
+                raise PlanError(f"model {self.name}: {name} is {getattr(self, name)}; it must not be negative")
         if not self.head_dim and self.hidden % self.heads:
             raise PlanError(
                 f"model {self.name}: hidden {self.hidden} is no multiple of heads {self.heads}; give head_dim"
             )
         if self.kv_heads and self.heads % self.kv_heads:
-            raise PlanError(
-                f"model {self.name}: heads {self.heads} is not a multiple of kv_heads {self.kv_heads}"
-            )
+            raise PlanError(f"model {self.name}: heads {self.heads} is not a multiple of kv_heads {self.kv_heads}")
         if self.experts and not 0 < self.experts_active <= self.experts:
-            raise PlanError(
-                f"model {self.name}: experts_active {self.experts_active} must lie in 1..{self.experts}"
-            )
+            raise PlanError(f"model {self.name}: experts_active {self.experts_active} must lie in 1..{self.experts}")
         if self.trainable is not None and not 0 <= self.trainable <= self.total_params:
-            raise PlanError(
-                f"model {self.name}: trainable {self.trainable} must lie in 0..{self.total_params}"
-            )
+            raise PlanError(f"model {self.name}: trainable {self.trainable} must lie in 0..{self.total_params}")
 
     @property
     def head_width(self) -> int:
@@ -144,9 +135,7 @@ class ModelShape:
     def _block(self, experts: int) -> int:
         sizes = self.matrices()
         attention = sum(self._linear(name, sizes[name]) for name in ("q", "k", "v", "o"))
-        expert = sum(
-            self._linear(name, size) for name, size in sizes.items() if name in ("up", "down", "gate")
-        )
+        expert = sum(self._linear(name, size) for name, size in sizes.items() if name in ("up", "down", "gate"))
         router = self.hidden * self.experts
         norms = self.norms_per_layer * self.hidden * (2 if self.norm_bias else 1)
         norms += 2 * self.head_width if self.qk_norm else 0
@@ -182,7 +171,7 @@ class ModelShape:
             if name in wanted
         )
 
-    @property
+    @cached_property
     def params(self) -> "ParamInventory":
         """Parameters by group."""
         if self.inventory is not None:
@@ -231,7 +220,7 @@ class ParamInventory:
     largest_param: int
     """Elements of the largest single tensor."""
 
-    @property
+    @cached_property
     def total(self) -> int:
         """All parameters."""
         return self.embedding + sum(self.blocks) + self.head

@@ -35,6 +35,8 @@ class Placement:
                 raise PlanError(f"placement: {name} is {getattr(self, name)!r}; write device, host or nvme")
         if self.stage < 3 and self.param != DEVICE:
             raise PlanError(f"placement: parameters on {self.param} need stage 3, not {self.stage}")
+        if self.stage == 0 and self.optimizer != DEVICE:
+            raise PlanError(f"placement: optimizer state on {self.optimizer} needs stage 1, 2 or 3, not 0")
         if _SPEED[self.optimizer] < _SPEED[self.param]:
             raise PlanError(
                 f"placement: optimizer state on {self.optimizer} with parameters on {self.param}: put the "
@@ -99,7 +101,9 @@ def all_placements(
     for stage in stages:
         for param in TIERS if stage == 3 else (DEVICE,):
             for optimizer in TIERS:
-                if _SPEED[optimizer] < _SPEED[param] or (NVME in (param, optimizer) and not nvme):
+                if _SPEED[optimizer] < _SPEED[param] or (stage == 0 and optimizer != DEVICE):
+                    continue
+                if NVME in (param, optimizer) and not nvme:
                     continue
                 for grad in (HOST, NVME) if optimizer == NVME else ("",):
                     yield Placement(

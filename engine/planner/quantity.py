@@ -51,11 +51,7 @@ def format_bytes(nbytes: float) -> str:
     """Decimal units with three significant digits: ``31.2 GB``."""
     for factor, unit in ((10**15, "PB"), (TB, "TB"), (GB, "GB"), (MB, "MB"), (KB, "kB")):
         if abs(nbytes) >= factor:
-            return (
-                f"{nbytes / factor:.3g} {unit}"
-                if abs(nbytes) < 999.5 * factor
-                else f"{nbytes / factor:.0f} {unit}"
-            )
+            return f"{nbytes / factor:.3g} {unit}" if abs(nbytes) < 999.5 * factor else f"{nbytes / factor:.0f} {unit}"
     return f"{nbytes:.0f} B"
 
 
@@ -68,11 +64,7 @@ def format_count(number: float) -> str:
     """``1.5 B``-style counts without the space: ``124M``, ``6.74B``, ``1.01T``."""
     for factor, unit in ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "k")):
         if abs(number) >= factor:
-            return (
-                f"{number / factor:.3g}{unit}"
-                if abs(number) < 999.5 * factor
-                else f"{number / factor:.0f}{unit}"
-            )
+            return f"{number / factor:.3g}{unit}" if abs(number) < 999.5 * factor else f"{number / factor:.0f}{unit}"
     return f"{number:.0f}"
 
 

@@ -1,6 +1,7 @@
 """The part of a model that one rank deals with: groups after tensor and pipeline splits, and its shards."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from lamina.engine.planner.errors import PlanError
 from lamina.engine.planner.model_shape import ModelShape
@@ -20,32 +21,31 @@ class RankSlice:
     layers: int
     """Blocks of this rank."""
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Elements of all groups."""
         return sum(self.groups)
 
-    @property
+    @cached_property
     def trainable_numel(self) -> int:
         """Trainable elements of all groups."""
         return sum(self.trainable)
 
-    @property
+    @cached_property
     def shards(self) -> tuple[int, ...]:
         """This rank's elements of each group at stage 3."""
         return tuple(shard_numel(numel, self.ranks) for numel in self.groups)
 
-    @property
+    @cached_property
     def trainable_shards(self) -> tuple[int, ...]:
         """This rank's trainable elements of each group."""
         return tuple(shard_numel(numel, self.ranks) for numel in self.trainable)
 
-    @property
+    @cached_property
     def frozen_shards(self) -> tuple[int, ...]:
         """This rank's elements that the optimizer never touches."""
         return tuple(
-            shard_numel(numel - moving, self.ranks)
-            for numel, moving in zip(self.groups, self.trainable, strict=True)
+            shard_numel(numel - moving, self.ranks) for numel, moving in zip(self.groups, self.trainable, strict=True)
         )
 
     @property
@@ -58,27 +58,13 @@ class RankSlice:
         """Elements of the largest group after the root."""
         return max(self.groups[1:], default=self.groups[0])
 
-    def window(self, width: int) -> int:
-        """Elements of the ``width`` largest neighbours in a row among the blocks."""
-        blocks = self.groups[1:]
-        width = min(width, len(blocks))
-        if width < 1:
-            return 0
-        sums = running = sum(blocks[:width])
-        for entering, leaving in zip(blocks[width:], blocks, strict=False):
-            running += entering - leaving
-            sums = max(sums, running)
-        return sums
-
 
 def rank_slice(model: ModelShape, place: Placement, world: int) -> RankSlice:
     """The fullest rank of a model on ``world`` ranks. Raises PlanError when the split is impossible."""
     ranks = data_parallel_ranks(world, place)
     params = model.params
     if place.pipeline > len(params.blocks):
-        raise PlanError(
-            f"placement: pipeline {place.pipeline} exceeds the {len(params.blocks)} blocks of {model.name}"
-        )
+        raise PlanError(f"placement: pipeline {place.pipeline} exceeds the {len(params.blocks)} blocks of {model.name}")
     if place.tensor > model.heads:
         raise PlanError(f"placement: tensor {place.tensor} exceeds the {model.heads} heads of {model.name}")
     layers = -(-len(params.blocks) // place.pipeline)

@@ -12,8 +12,12 @@ from lamina.engine.planner.errors import PlanError
 PAGE_BYTES = 4096
 """Alignment of every plane of every shard in a generation file, and of every arena block."""
 
-ALIGN_BYTES = 64
-"""Every parameter starts on such a boundary of its group's flat layout."""
+ALIGN_ELEMENTS = 32
+"""Every parameter starts on such a multiple in its group's flat layout: 64 bytes in half precision, 128 in
+fp32.
+
+One number for all planes, so that an element has the same offset in each of them.
+"""
 
 PARAM = "param"
 REMAINDER = "remainder"
@@ -119,17 +123,14 @@ def align_up(nbytes: int, alignment: int) -> int:
     return -(-nbytes // alignment) * alignment
 
 
-def flat_numel(numels: Iterable[int], dtype: str) -> int:
-    """Elements of a group's flat layout: every parameter starts on a 64-byte boundary."""
-    per_line = ALIGN_BYTES // itemsize(dtype)
-    return sum(align_up(numel, per_line) for numel in numels)
+def flat_numel(numels: Iterable[int], ranks: int = 1) -> int:
+    """Elements of a group's flat layout: parameters aligned, the end padded so that every rank owns as
+    much."""
+    return shard_numel(sum(align_up(numel, ALIGN_ELEMENTS) for numel in numels), ranks) * ranks
 
 
-def shard_numel(group_numel: int, ranks: int, *, multiple: int = 16) -> int:
-    """Elements of one rank's shard of a group: an equal part, rounded up to ``multiple`` elements.
-
-    16 elements keep every plane's shard on a 64-byte boundary in fp32 and on a 32-byte one in half precision.
-    """
+def shard_numel(group_numel: int, ranks: int, *, multiple: int = ALIGN_ELEMENTS) -> int:
+    """Elements of one rank's shard of a group: an equal part, rounded up to ``multiple`` elements."""
     if ranks < 1:
         raise PlanError(f"ranks: {ranks} must be at least 1")
     return align_up(-(-group_numel // ranks), multiple) if group_numel else 0
@@ -140,9 +141,7 @@ def shard_plane_bytes(numel: int, planes: Mapping[str, int], *, page: int = PAGE
     return sum(align_up(numel * size, page) for size in planes.values())
 
 
-def generation_bytes(
-    shard_numels: Iterable[int], planes: Mapping[str, int], *, page: int = PAGE_BYTES
-) -> int:
+def generation_bytes(shard_numels: Iterable[int], planes: Mapping[str, int], *, page: int = PAGE_BYTES) -> int:
     """Bytes of one generation file of one rank."""
     return sum(shard_plane_bytes(numel, planes, page=page) for numel in shard_numels)
 

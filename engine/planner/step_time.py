@@ -9,9 +9,9 @@ leaves that share out.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from lamina.engine.planner.case import Case
 from lamina.engine.planner.channel_bytes import Channel, ChannelBytes, channel_bytes
 from lamina.engine.planner.flops import step_flops
-from lamina.engine.planner.footprint import Case
 from lamina.engine.planner.machine import Machine
 from lamina.engine.planner.pipeline_bubble import bubble_fraction
 

@@ -18,9 +18,7 @@ class Wear:
     written."""
 
 
-def drive_wear(
-    *, bytes_per_step: float, rated_tbw: float, drives: int = 1, step_s: float | None = None
-) -> Wear:
+def drive_wear(*, bytes_per_step: float, rated_tbw: float, drives: int = 1, step_s: float | None = None) -> Wear:
     """``rated_tbw``: terabytes written (10^12) that one drive is rated for; writes are spread over
     ``drives``."""
     if rated_tbw <= 0 or drives < 1:

@@ -7,6 +7,7 @@ from fractions import Fraction
 import pytest
 
 from lamina.engine.planner.buffers import Buffers
+from lamina.engine.planner.case import Case
 from lamina.engine.planner.conventions import (
     bandwidth_for,
     deepspeed_zero2,
@@ -19,7 +20,6 @@ from lamina.engine.planner.conventions import (
     zero_paper_gb,
 )
 from lamina.engine.planner.fit import fit
-from lamina.engine.planner.footprint import Case
 from lamina.engine.planner.largest import largest_depth
 from lamina.engine.planner.machine_presets import cluster_memory_tb, machine_preset
 from lamina.engine.planner.model_presets import model_preset
@@ -242,9 +242,7 @@ def test_capacity_ladder_of_one_node(rung: str) -> None:
     case = Case(
         model=ModelShape(name="gpt", layers=1, hidden=hidden, heads=heads, vocab=50257, positions=1024),
         # fp32 sums beside half-precision gradients: the 20 bytes per parameter of the publication.
-        load=Workload(
-            micro_batch=micro_batch, sequence=1024, accumulation=2, dtype="fp16", attention="plain"
-        ),
+        load=Workload(micro_batch=micro_batch, sequence=1024, accumulation=2, dtype="fp16", attention="plain"),
         place=place,
         machine=machine_preset("dgx2"),
         # The publication's system ran with its documented default sizes.
