@@ -37,7 +37,9 @@ AbsolutePath = Annotated[str, BeforeValidator(_absolute)]
 
 
 def _pair(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
+    if not isinstance(value, list | tuple) or len(value) != 2:
+        raise ValueError(f"want a list of two numbers, got {value!r}")
+    return tuple(value)
 
 
 Pair = Annotated[tuple[float, float], BeforeValidator(_pair)]

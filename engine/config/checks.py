@@ -134,9 +134,12 @@ def _placement(config: EngineConfig) -> Iterator[Finding]:
     paths = [entry.path for entry in config.tiers.nvme]
     for path in sorted({path for path in paths if paths.count(path) > 1}):
         yield Finding("tiers.nvme", f"names the folder {path} twice: keep one")
+    if "tiers" in config.model_fields_set and "stage" in config.zero_optimization.model_fields_set and stage == 0:
+        message = f"budgets are held, but nothing leaves device memory at {_ZERO}.stage 0"
+        yield Finding("tiers", message, (f"{_ZERO}.stage",), warns=True)
     if not isinstance(config.tiers.placement, dict):
         return
-    present = {"fp32": ("remainder", "master"), "bf16": ("master",), "fp16": ("remainder",)}[config.compute_dtype]
+    absent = {"fp32": ("remainder", "master"), "bf16": ("master",), "fp16": ("remainder",)}[config.compute_dtype]
     for plane, choice in config.tiers.placement.items():
         tiers = {tier for tier, share in choice.items() if share} if isinstance(choice, dict) else {choice}
         least = 3 if plane == "param" else 1
@@ -153,7 +156,12 @@ def _placement(config: EngineConfig) -> Iterator[Finding]:
                 f"puts {plane} on nvme, and no folder is named: give tiers.nvme",
                 ("tiers.nvme", _ZERO),
             )
-        if plane in present:
+        block = "offload_param" if plane == "param" else "offload_optimizer"
+        device = getattr(config.zero_optimization, block).device
+        if device != "none" and {"cpu": "host", "nvme": "nvme"}[device] not in tiers and plane != "grad":
+            message = f'decides where {plane} lies, not {_ZERO}.{block}.device "{device}"'
+            yield Finding("tiers.placement", message, (f"{_ZERO}.{block}",), warns=True)
+        if plane in absent:
             message = f"names {plane}, a plane that training in {config.compute_dtype} does not have"
             yield Finding("tiers.placement", message, ("fp16", "bf16"), warns=True)
 

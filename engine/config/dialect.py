@@ -134,6 +134,7 @@ _WRITER = "figures are not sent there; engine.metrics() and tensorboard or csv_m
 _CHECKPOINT = "checkpoints are written in lamina's own way"
 
 HINTS: tuple[Key, ...] = (
+    _hint("$schema", "is for editors", str),
     _hint("disable_python_gc", "Python's garbage collector is left as it is", bool),
     _hint(
         "zero_force_ds_cpu_optimizer",

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PrivateAttr
+from pydantic import BeforeValidator, Field, PrivateAttr
 
 from lamina.engine.config.activation import ActivationCheckpointingConfig
 from lamina.engine.config.aio import AioConfig
@@ -20,9 +21,17 @@ from lamina.engine.config.precision import Bf16Config, DataTypesConfig, DTypeNam
 from lamina.engine.config.quantities import PositiveCount
 from lamina.engine.config.reader import read
 from lamina.engine.config.scheduler import SchedulerConfig
-from lamina.engine.config.source import Source, read_source
+from lamina.engine.config.schema import complete_schema
+from lamina.engine.config.source import Source, scan_source
+from lamina.engine.config.table import known_keys
 from lamina.engine.config.tiers import PLANES, NvmePathConfig, PlaneChoice, PlaneName, TierName, TiersConfig
 from lamina.engine.config.zero import ZeroConfig
+
+
+def _never(value: Any) -> Any:
+    """Wrappers write infinity for "no progress lines"."""
+    return None if value == math.inf else value
+
 
 _TIER_OF_DEVICE: Mapping[str, TierName] = {"none": "device", "cpu": "host", "nvme": "nvme"}
 
@@ -38,7 +47,7 @@ class EngineConfig(Block):
     gradient_clipping: Annotated[float, Field(ge=0)] = Field(
         default=1.0, description="largest global norm; 0: no clipping"
     )
-    steps_per_print: PositiveCount | None = Field(
+    steps_per_print: Annotated[PositiveCount | None, BeforeValidator(_never)] = Field(
         default=None, description="optimizer steps between progress lines; null: none"
     )
     wall_clock_breakdown: bool = Field(default=False, description="print how the time of a step splits")
@@ -70,29 +79,38 @@ class EngineConfig(Block):
     _world_size: int = PrivateAttr(1)
     _hints: tuple[str, ...] = PrivateAttr(())
     _origins: Mapping[str, str] = PrivateAttr(default_factory=dict)
-    _offload_given: frozenset[str] = PrivateAttr(frozenset())
+    _source: Mapping[str, Any] = PrivateAttr(default_factory=dict)
 
     @classmethod
-    def load(cls, source: Source, *, world_size: int = 1, resolve: Mapping[str, Any] | None = None) -> EngineConfig:
+    def load(
+        cls, source: Source | EngineConfig, *, world_size: int = 1, resolve: Mapping[str, Any] | None = None
+    ) -> EngineConfig:
         """Read, resolve and check a config.
 
-        `source` is the path of a JSON file or a mapping, `world_size` the number of data-parallel ranks,
-        `resolve` what "auto" may become (see auto.py).
+        `source` is the path of a JSON file, a mapping, or a config, which is read anew for another `world_size`,
+        the number of data-parallel ranks. `resolve` says what "auto" may become (see auto.py).
 
         Raises ConfigError with every problem.
         """
-        given, name = read_source(source)
-        reading, config = read(cls, given, resolve or {})
+        if isinstance(source, EngineConfig):
+            if source.world_size == world_size and not resolve:
+                return source
+            source = source._source
+        scanned = scan_source(source)
+        given = scanned.given
         if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
-            raise ConfigError([("world_size", f"want a whole number of at least 1, got {world_size!r}")], source=name)
+            message = f"want a whole number of at least 1, got {world_size!r}"
+            raise ConfigError([("world_size", message)], source=scanned.name)
+        reading, config = read(cls, given, resolve or {})
+        for path, message in scanned.problems:
+            reading.fault(path, message)
         config = check_all(reading, config, world_size)
         if reading.problems:
-            raise ConfigError(in_file_order(reading.problems, given), source=name)
+            raise ConfigError(in_file_order(reading.problems, given), source=scanned.name)
+        config._source = given
         config._world_size = world_size
         config._hints = tuple(reading.hints)
         config._origins = MappingProxyType(reading.origins)
-        blocks = {"tiers": "tiers" in given, **_offload_blocks(given)}
-        config._offload_given = frozenset(block for block, is_given in blocks.items() if is_given)
         return config
 
     @property
@@ -138,24 +156,22 @@ class EngineConfig(Block):
         `tiers.placement` decides where it names a plane; then an offload block that was given; what neither
         mentions is "auto" where the config has a `tiers` block, else device memory.
         """
-        zero = self.zero_optimization
-        asked: dict[PlaneName, Literal["auto"] | PlaneChoice] = {}
         given = self.tiers.placement if isinstance(self.tiers.placement, dict) else {}
-        for plane in PLANES:
-            block = "offload_param" if plane == "param" else "offload_optimizer"
-            if plane in given:
-                asked[plane] = given[plane]
-            elif block in self._offload_given:
-                device = zero.offload_param.device if plane == "param" else zero.offload_optimizer.device
-                tier = _TIER_OF_DEVICE[device]
-                # Gradients wait in host memory and go further only when the host budget cannot hold them.
-                tier = "host" if plane == "grad" and tier == "nvme" else tier
-                share = zero.offload_optimizer.ratio
-                partial = plane not in ("param", "grad") and tier != "device" and share < 1
-                asked[plane] = {tier: share, "device": 1 - share} if partial else tier
-            else:
-                asked[plane] = "auto" if "tiers" in self._offload_given else "device"
-        return asked
+        return {plane: given[plane] if plane in given else self._offloaded(plane) for plane in PLANES}
+
+    def _offloaded(self, plane: PlaneName) -> Literal["auto"] | PlaneChoice:
+        """Where the offload blocks and the stage put a plane that `tiers.placement` does not name."""
+        zero = self.zero_optimization
+        block = zero.offload_param if plane == "param" else zero.offload_optimizer
+        if "device" not in block.model_fields_set:
+            # A stage that was asked for bounds what may move; without one the placement is free.
+            free = "stage" not in zero.model_fields_set or zero.stage >= (3 if plane == "param" else 1)
+            return "auto" if free and "tiers" in self.model_fields_set else "device"
+        tier = _TIER_OF_DEVICE[block.device]
+        if plane in ("param", "grad") or tier == "device" or zero.offload_optimizer.ratio == 1:
+            # Gradients wait in host memory and go further only when the host budget cannot hold them.
+            return "host" if plane == "grad" and tier == "nvme" else tier
+        return {tier: zero.offload_optimizer.ratio, "device": 1 - zero.offload_optimizer.ratio}
 
     def effective(self) -> dict[str, Any]:
         """Everything resolved, as plain JSON values in the dialect's keys."""
@@ -171,13 +187,4 @@ class EngineConfig(Block):
     @classmethod
     def json_schema(cls) -> dict[str, Any]:
         """A JSON schema of the config, for editors."""
-        return cls.model_json_schema()
-
-
-def _offload_blocks(given: Mapping[str, Any]) -> dict[str, bool]:
-    zero = given.get("zero_optimization")
-    zero = zero if isinstance(zero, Mapping) else {}
-    return {
-        block: isinstance(zero.get(block), Mapping) and "device" in zero[block]
-        for block in ("offload_param", "offload_optimizer")
-    }
+        return complete_schema(cls.model_json_schema(), known_keys(cls))

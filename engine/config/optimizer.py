@@ -34,7 +34,7 @@ class AdamParams(Block):
 class AdamConfig(Block):
     """`type` is Adam or AdamW in its canonical spelling."""
 
-    type: Literal["Adam", "AdamW"]
+    type: Literal["Adam", "AdamW"] = Field(description="Adam, AdamW or a class of torch.optim")
     params: AdamParams = AdamParams()
 
     @property
@@ -46,7 +46,7 @@ class AdamConfig(Block):
 class TorchOptimizerConfig(Block):
     """An optimizer of torch.optim, by its class name there; `params` are its keyword arguments."""
 
-    type: str
+    type: str = Field(description="name of the class in torch.optim")
     params: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the class")
 
 

@@ -241,7 +241,7 @@ class _Walk(Generic[Model]):
         near = difflib.get_close_matches(name.lower(), list(beside), n=1, cutoff=0.6)
         if near:
             return f"is not a known key; did you mean {beside[near[0]]}?"
-        if elsewhere:
+        if len(elsewhere) == 1:
             return f"is not a known key here; did you mean {elsewhere[0]}?"
         everywhere = {key.rpartition(".")[2]: key for key in self.keys}
         near = difflib.get_close_matches(name.lower(), list(everywhere), n=1, cutoff=0.75)

@@ -87,7 +87,9 @@ SCHEDULES: dict[str, type[Block]] = {
 class SchedulerConfig(Block):
     """`params` is the model that belongs to `type`; its dump is the schedule's keyword arguments."""
 
-    type: Literal["WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest"]
+    type: Literal["WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest"] = Field(
+        description="name of the schedule"
+    )
     params: SchedulerParams
 
 

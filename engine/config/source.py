@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from lamina.engine.config.errors import ConfigError
@@ -12,18 +13,31 @@ from lamina.engine.config.errors import ConfigError
 Source = str | os.PathLike[str] | Mapping[str, Any]
 
 
-class _Repeated(ValueError):
-    """A key that one JSON object has twice."""
+@dataclass(frozen=True, kw_only=True)
+class Scanned:
+    """What a source holds, and the faults that do not keep it from being read further."""
+
+    given: dict[str, Any]
+    name: str
+    """The words by which errors name the source."""
+    problems: list[tuple[str, str]]
 
 
 def read_source(source: Source) -> tuple[dict[str, Any], str]:
-    """The config as a dict of its own (never the caller's) and the words by which errors name it.
+    """The config as a dict of its own (never the caller's) and its name. Raises ConfigError for any fault."""
+    scanned = scan_source(source)
+    if scanned.problems:
+        raise ConfigError(scanned.problems, source=scanned.name)
+    return scanned.given, scanned.name
 
-    Raises ConfigError for a file that cannot be read or is not JSON (with line and column), a key given
-    twice, and values that JSON does not have.
+
+def scan_source(source: Source) -> Scanned:
+    """The config as a dict of its own; keys given twice and keys that are no strings are noted as problems.
+
+    Raises ConfigError for a file that cannot be read or is not JSON (with line and column).
     """
     if isinstance(source, Mapping):
-        return _plain_mapping(source), "the config"
+        return _scan_mapping(source)
     if not isinstance(source, str | os.PathLike):
         raise ConfigError([("", f"want a path or a mapping, got {type(source).__name__}")])
     path = os.path.abspath(os.path.expanduser(os.fspath(source)))
@@ -35,64 +49,76 @@ def read_source(source: Source) -> tuple[dict[str, Any], str]:
         raise ConfigError([("", f"cannot be read: {error.strerror}")], source=name) from error
     except UnicodeDecodeError as error:
         raise ConfigError([("", f"is not UTF-8 text (byte {error.start})")], source=name) from error
-    return parse_text(text, name), name
+    return scan_text(text, name)
 
 
-def parse_text(text: str, name: str = "the config") -> dict[str, Any]:
+def scan_text(text: str, name: str = "the config") -> Scanned:
     """The JSON object in `text`. Raises ConfigError, with line and column where JSON is broken."""
-    repeated: list[str] = []
+    # Objects with a key given twice, each with those keys. They are kept here so that no id is used anew.
+    repeating: list[tuple[dict[str, Any], list[str]]] = []
 
     def build(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         built = dict(pairs)
         if len(built) < len(pairs):
-            seen: set[str] = set()
-            for key, _ in pairs:
-                if key in seen and key not in repeated:
-                    repeated.append(key)
-                seen.add(key)
+            keys = [key for key, _ in pairs]
+            repeating.append((built, [key for key in built if keys.count(key) > 1]))
         return built
 
-    def refuse_constant(word: str) -> Any:
-        raise _Repeated(f"holds {word}, which JSON does not have: write a number")
-
     try:
-        value = json.loads(text, object_pairs_hook=build, parse_constant=refuse_constant)
+        value = json.loads(text, object_pairs_hook=build)
     except json.JSONDecodeError as error:
         lines = text.splitlines() or [""]
         line = lines[min(error.lineno, len(lines)) - 1].strip()
         where = f"line {error.lineno}, column {error.colno}"
         raise ConfigError(
-            [("", f"is not JSON at {where}: {error.msg}; the line reads {line!r}")], source=name
+            [("", f"is not JSON at {where}: {error.msg}; the line reads {line[:80]!r}")], source=name
         ) from error
-    except _Repeated as error:
-        raise ConfigError([("", str(error))], source=name) from error
-    if repeated:
-        raise ConfigError([(key, "is given twice in one object: keep one") for key in repeated], source=name)
+    except RecursionError as error:
+        raise ConfigError([("", "is nested too deeply to be a config")], source=name) from error
     if not isinstance(value, dict):
         raise ConfigError([("", f"want a JSON object {{...}}, got {type(value).__name__}")], source=name)
-    return value
+    problems = [
+        (f"{path}.{key}" if path else key, "is given twice in one object: keep one")
+        for path, inner in _objects(value, "")
+        for built, keys in repeating
+        if built is inner
+        for key in keys
+    ]
+    return Scanned(given=value, name=name, problems=problems)
 
 
-def _plain_mapping(source: Mapping[str, Any]) -> dict[str, Any]:
+def _objects(value: Any, path: str) -> list[tuple[str, dict[str, Any]]]:
+    """Every dict in `value` with its dotted path."""
+    found: list[tuple[str, dict[str, Any]]] = []
+    if isinstance(value, dict):
+        found.append((path, value))
+        for key, inner in value.items():
+            found += _objects(inner, f"{path}.{key}" if path else key)
+    elif isinstance(value, list):
+        for index, inner in enumerate(value):
+            found += _objects(inner, f"{path}[{index}]")
+    return found
+
+
+def _scan_mapping(source: Mapping[str, Any]) -> Scanned:
     problems: list[tuple[str, str]] = []
 
     def plain(value: Any, path: str) -> Any:
         if isinstance(value, Mapping):
-            built = {}
-            for key, inner in value.items():
-                if isinstance(key, str):
-                    built[key] = plain(inner, f"{path}.{key}" if path else key)
-                else:
-                    problems.append((path, f"has the key {key!r} ({type(key).__name__}): keys are strings"))
-            return built
+            return plain_dict(value, path)
         if isinstance(value, list | tuple):
             return [plain(inner, f"{path}[{index}]") for index, inner in enumerate(value)]
         if isinstance(value, os.PathLike):
             return os.fspath(value)
         return value
 
-    result = plain(source, "")
-    if problems:
-        raise ConfigError(problems)
-    assert isinstance(result, dict)  # a mapping always becomes a dict
-    return result
+    def plain_dict(value: Mapping[Any, Any], path: str) -> dict[str, Any]:
+        built: dict[str, Any] = {}
+        for key, inner in value.items():
+            if isinstance(key, str):
+                built[key] = plain(inner, f"{path}.{key}" if path else key)
+            else:
+                problems.append((path, f"has the key {key!r} ({type(key).__name__}): keys are strings"))
+        return built
+
+    return Scanned(given=plain_dict(source, ""), name="the config", problems=problems)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import types
 import typing
 from collections.abc import Iterator, Mapping
@@ -52,6 +53,7 @@ def model_keys(model: type[Block], prefix: str = "") -> Iterator[Key]:
                 yield from model_keys(schedule, f"{path}.")
 
 
+@functools.cache
 def known_keys(model: type[Block]) -> Mapping[str, Key]:
     """Every key of the config by its dotted path."""
     keys = {key.path: key for key in model_keys(model)}
