@@ -4,6 +4,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from lamina.aio_native import Handle
 
@@ -14,6 +15,14 @@ class Part:
 
     stripe: int
     handle: Handle
+
+
+def as_bytes(buffer: Any) -> memoryview:
+    """A flat byte view of a buffer. Raises TypeError when it is not contiguous."""
+    view = memoryview(buffer)
+    if not view.c_contiguous:
+        raise TypeError("the buffer must be contiguous")
+    return view.cast("B") if view.nbytes else memoryview(b"")
 
 
 def outcome(handle: Handle, timeout: float | None = None) -> OSError | None:

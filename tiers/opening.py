@@ -191,6 +191,10 @@ class Opening:
             stems.append(FROZEN_STEM)
         if spoiled:
             pool.forget(spoiled)
+        frozen = pool.manifest.frozen
+        if frozen is not None:
+            others = [slot for slot in pool.slots.values() if slot.record.is_frozen]
+            surplus += [slot for slot in others if slot.record.stem != frozen.slot.stem]
         if surplus:
             pool.drop(surplus)
         if stems:

@@ -133,9 +133,15 @@ class Slot:
         """Start making the files' data durable."""
         return [Part(stripe, self._io.fsync(file)) for stripe, file in self.files.items()]
 
+    def make_durable(self) -> None:
+        """Wait until everything written is durable. Raises OSError."""
+        if self.unsynced:
+            finish(self.sync())
+            self.unsynced = False
+
     def linked_elsewhere(self) -> bool:
         """Whether a file has another name, that of a checkpoint: then it must never be written again."""
-        return any(os.stat(file.path, follow_symlinks=False).st_nlink > 1 for file in self.files.values())
+        return any(_links(file.path) > 1 for file in self.files.values())
 
     def paths(self) -> list[str]:
         """The files' paths."""
@@ -175,6 +181,11 @@ class Slot:
         for file in self.files.values():
             file.close()
         self.files = {}
+
+
+def _links(path: str) -> int:
+    """Names of a file."""
+    return os.stat(path, follow_symlinks=False).st_nlink
 
 
 def locate(record: SlotRecord, finders: Sequence[Callable[[str], str]]) -> dict[int, tuple[int, str]]:

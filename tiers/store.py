@@ -3,16 +3,21 @@
 import os
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lamina.aio_native import AsyncIO, Priority
 from lamina.tiers.chunk_sums import ChunkSums
 from lamina.tiers.errors import SpaceError, StoreError
-from lamina.tiers.handle import TransferHandle
+from lamina.tiers.folder import sync_directory
+from lamina.tiers.handle import TransferHandle, as_bytes
+from lamina.tiers.layout import require_same_shards
 from lamina.tiers.lock import FolderLock
-from lamina.tiers.manifest import MANIFEST_NAME, FrozenRecord, GenerationRecord, read_manifest
+from lamina.tiers.manifest import MANIFEST_NAME, FrozenRecord, GenerationRecord, Manifest, read_manifest, write_manifest
 from lamina.tiers.opening import Opening, Verify, read_sums, table_crcs
+from lamina.tiers.pin import CopyJob, PinnedGeneration, copy_files, link_files, make_directory
+from lamina.tiers.pinned_reader import PinnedReader
+from lamina.tiers.restore import copy_into, link_into
 from lamina.tiers.slot import Slot
 from lamina.tiers.slot_pool import SlotPool
 from lamina.tiers.stream import check_chunks
@@ -29,14 +34,6 @@ class GenerationInfo:
     step: int
     meta: Mapping[str, Any]
     durable: bool
-
-
-def as_bytes(buffer: Any) -> memoryview:
-    """A flat byte view of a buffer. Raises TypeError when it is not contiguous."""
-    view = memoryview(buffer)
-    if not view.c_contiguous:
-        raise TypeError("the buffer must be contiguous")
-    return view.cast("B") if view.nbytes else memoryview(b"")
 
 
 class GenerationStore:
@@ -56,6 +53,7 @@ class GenerationStore:
         self._committed = list(pool.manifest.committed)
         self._sums: dict[str, ChunkSums] = {}
         self._transaction: Transaction | None = None
+        self._pins: list[PinnedGeneration] = []
         self._torn = False
         self._closed = False
         self._frozen_names = frozenset(shard.name for shard in pool.frozen_shards)
@@ -169,6 +167,10 @@ class GenerationStore:
         holds the files that would be next and there is no room for new ones."""
         with self._lock:
             self._require_open()
+            return self._begin()
+
+    def _begin(self, *, replace_frozen: bool = False) -> Transaction:
+        with self._lock:
             if self._transaction is not None:
                 raise StoreError(
                     f"the transaction of generation {self._transaction.id} is still open: commit() or abort() it first"
@@ -184,19 +186,21 @@ class GenerationStore:
             self._transaction = Transaction(
                 self,
                 self._main_target(source),
-                self._frozen_target(),
+                self._frozen_target(replace_frozen),
                 source,
                 generation_id=current.id + 1 if current else 1,
                 frozen_names=self._frozen_names,
                 verify=self._verify,
-                as_bytes=as_bytes,
             )
             return self._transaction
 
-    def _frozen_target(self) -> Target | None:
-        if not self._frozen_names or self._pool.manifest.frozen is not None:
+    def _frozen_target(self, replace: bool) -> Target | None:
+        if not self._frozen_names or (self._pool.manifest.frozen is not None and not replace):
             return None
-        slot = next(slot for slot in self._pool.slots.values() if slot.record.is_frozen)
+        if replace and self._pool.manifest.frozen is not None:
+            (slot,) = self._pool.fresh([self._pool.next_frozen_stem()])
+        else:
+            slot = next(slot for slot in self._pool.slots.values() if slot.record.is_frozen)
         return Target(slot=slot, sums=ChunkSums(slot.layout))
 
     def _main_target(self, source: Source | None) -> Target:
@@ -213,7 +217,15 @@ class GenerationStore:
             self._committed = [record for record in self._committed if record.slot.stem != slot.record.stem]
             slot.drain()
         if slot is None or not pool.writable(slot):
-            (slot,) = pool.fresh([pool.next_stem()], replacing=[slot] if slot else [])
+            try:
+                (slot,) = pool.fresh([pool.next_stem()], replacing=[slot] if slot else [])
+            except SpaceError as error:
+                raise SpaceError(
+                    f"{error}. A checkpoint shares the files that would be next, so new ones are needed: removing an old "
+                    "checkpoint helps too",
+                    wanted=error.wanted,
+                    free=error.free,
+                ) from error
         return Target(slot=slot, sums=ChunkSums(slot.layout))
 
     def first_write(self, target: Target) -> None:
@@ -269,8 +281,9 @@ class GenerationStore:
                 stem: sums for stem, sums in self._sums.items() if stem == (frozen.slot.stem if frozen else "")
             }
             self._torn = False
+            self._drop_surplus()
 
-    def _save(self, manifest: Any) -> None:
+    def _save(self, manifest: Manifest) -> None:
         """Write a manifest; if that fails after the rename, what is on disk decides."""
         try:
             self._pool.save(manifest)
@@ -286,6 +299,104 @@ class GenerationStore:
         """[Owner] A transaction has ended."""
         with self._lock:
             self._transaction = None
+            self._drop_unused_frozen()
+
+    def _drop_unused_frozen(self) -> None:
+        frozen = self._pool.manifest.frozen
+        if frozen is not None:
+            slots = self._pool.slots.values()
+            unused = [slot for slot in slots if slot.record.is_frozen and slot.record.stem != frozen.slot.stem]
+            if unused:
+                self._pool.drop(unused)
+
+    def pin(self, directory: str) -> PinnedGeneration:
+        """Keep the current generation in a directory, as a checkpoint: durable, and never written again.
+
+        On the same file system nothing is copied and the result is complete at once. Elsewhere the bytes are copied and
+        checked in the background while training goes on; wait() for it. Files that a checkpoint shares are replaced, not
+        rewritten, when their turn comes, which takes the space of one more generation for each checkpoint that is kept.
+        Raises FileExistsError when the directory holds one already, StoreError, StorageFault, OSError.
+        """
+        with self._lock:
+            self._require_open()
+            if not self._committed:
+                raise StoreError("nothing was committed yet, so there is nothing to pin")
+            manifest = self._pool.manifest
+            record = replace(self._committed[0], durable=True)
+            frozen = manifest.frozen and replace(manifest.frozen, durable=True)
+            stems = [record.slot.stem, *([frozen.slot.stem] if frozen else [])]
+            sources = [(self._pool.slots[stem], self._sums[stem]) for stem in stems]
+            try:
+                for slot, _ in sources:
+                    slot.make_durable()
+            except OSError as error:
+                raise fault(error, "making a generation durable") from error
+            pinned_manifest = manifest.with_(
+                committed=(record,),
+                frozen=frozen,
+                slots=tuple(slot.record for slot, _ in sources),
+                retired=(),
+                updating=None,
+            )
+            directory = os.path.abspath(directory)
+            make_directory(directory, pinned_manifest)
+            linked, jobs = link_files(directory, sources)
+            copies = sum(job.slot.layout.file_bytes[job.stripe] for job in jobs)
+            pinned = PinnedGeneration(directory, pinned_manifest, linked_bytes=linked, copy_bytes=copies)
+            if not jobs:
+                write_manifest(pinned_manifest, directory)
+                sync_directory(os.path.dirname(directory))
+                return pinned
+            for job in jobs:
+                job.slot.hold()
+            self._pins = [pin for pin in self._pins if not pin.done()]
+            self._pins.append(pinned)
+            pinned.start(lambda pin: self._copy(pin, jobs, pinned_manifest))
+            return pinned
+
+    def _copy(self, pinned: PinnedGeneration, jobs: Sequence[CopyJob], manifest: Manifest) -> None:
+        """Body of a pin's thread."""
+        try:
+            copy_files(pinned, jobs, self._pool.io, manifest)
+        finally:
+            with self._lock:
+                for job in jobs:
+                    job.slot.unhold()
+
+    def restore(self, directory: str) -> GenerationInfo:
+        """Make a pinned generation the current one, checked unless verify is "off".
+
+        Its files are linked where the file system allows (and then not written again), else copied. Raises LayoutError
+        when it holds other shards, IntegrityError when it is damaged; then nothing was changed.
+        """
+        with self._lock:
+            if self._closed:
+                self._require_open()
+            with PinnedReader(directory, self._pool.io) as pinned:
+                require_same_shards(self.shards, pinned.shards, pinned.directory)
+                sums = pinned.sums(check=self._verify != "off")
+                linked = None if self._transaction else link_into(self._pool, pinned)
+                if linked is None:
+                    with self._begin(replace_frozen=pinned.frozen is not None) as transaction:
+                        copy_into(transaction, pinned, sums)
+                        transaction.commit(pinned.step, pinned.meta, durable=True)
+                else:
+                    targets = [Target(slot=slot, sums=sums[stem]) for stem, slot in linked.items()]
+                    self.publish(targets, pinned.step, pinned.meta, True)
+                    self._drop_unused_frozen()
+            return _info(self._committed[0])
+
+    def _drop_surplus(self) -> None:
+        """Keep as many slots as there are generations, the committed ones first."""
+        pool = self._pool
+        order = [record.slot.stem for record in self._committed]
+        main = [slot for slot in pool.slots.values() if not slot.record.is_frozen]
+        main.sort(key=lambda slot: order.index(slot.record.stem) if slot.record.stem in order else len(order))
+        surplus = main[pool.manifest.generations :]
+        if surplus:
+            gone = {slot.record.stem for slot in surplus}
+            self._committed = [record for record in self._committed if record.slot.stem not in gone]
+            pool.drop(surplus)
 
     def wear(self) -> list[PathWear]:
         """Bytes written and read per path, since the opening and in the current step."""
@@ -325,6 +436,9 @@ class GenerationStore:
             if self._transaction is not None:
                 self._transaction.abort()
             self._closed = True
+        for pin in self._pins:
+            pin.finish()
+        with self._lock:
             self._pool.close(remove=remove)
             for lock in self._locks:
                 lock.release(remove=remove)

@@ -4,6 +4,7 @@ import contextlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 from lamina.aio_native import AlignedBuffer, Priority, crc32c
 from lamina.tiers.chunk_sums import ChunkSums
@@ -105,39 +106,34 @@ class Scratch:
             self._memory.close()
 
 
-Sink = Callable[[Piece, memoryview], TransferHandle | None]
+class Sized(Protocol):
+    """Anything that is moved at once."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes to read."""
 
 
-def pump(
-    source: Slot,
-    pieces: Iterable[Piece],
-    scratch: Scratch,
-    sink: Sink,
-    *,
-    priority: Priority = Priority.PREFETCH,
-) -> None:
-    """Read every piece in order and give it to the sink, which may answer with a write that still needs the
-    bytes.
+P = TypeVar("P", bound=Sized)
+Start = Callable[[P, memoryview], TransferHandle]
+Sink = Callable[[P, memoryview], TransferHandle | None]
 
-    At most the scratch buffers are in flight. Raises the first failure once nothing touches the buffers any
-    more.
+
+def pump(start: Start[P], pieces: Iterable[P], scratch: Scratch, sink: Sink[P]) -> None:
+    """Read every piece in order and give it to the sink, which may answer with a write that still needs the bytes.
+
+    start begins the read of a piece into a buffer. At most the scratch buffers are in flight. Raises the first failure
+    once nothing touches the buffers any more.
     """
     free = deque(scratch.views)
-    reading: deque[tuple[Piece, memoryview, TransferHandle]] = deque()
+    reading: deque[tuple[P, memoryview, TransferHandle]] = deque()
     writing: deque[tuple[memoryview, TransferHandle]] = deque()
     rest = iter(pieces)
     try:
         while True:
             while free and (piece := next(rest, None)) is not None:
                 buffer = free.popleft()
-                view = buffer[: piece.nbytes]
-                reading.append(
-                    (
-                        piece,
-                        buffer,
-                        TransferHandle(source.read(piece.extent, piece.offset, view, priority), view),
-                    )
-                )
+                reading.append((piece, buffer, start(piece, buffer[: piece.nbytes])))
             if reading:
                 piece, buffer, handle = reading[0]
                 handle.wait()
@@ -161,6 +157,15 @@ def pump(
             handle.drain()
 
 
+def reader(source: Slot, priority: Priority = Priority.PREFETCH) -> Start[Piece]:
+    """Reads pieces of a slot's planes, for pump()."""
+
+    def start(piece: Piece, view: memoryview) -> TransferHandle:
+        return TransferHandle(source.read(piece.extent, piece.offset, view, priority), view)
+
+    return start
+
+
 def verify(
     slot: Slot,
     sums: ChunkSums,
@@ -180,4 +185,4 @@ def verify(
             progress(done, slot.layout.payload_bytes)
 
     with Scratch(slot.layout.chunk_bytes, scratch_bytes) as scratch:
-        pump(slot, cut(whole_planes(slot.layout), slot.layout.chunk_bytes, scratch.piece_bytes), scratch, check)
+        pump(reader(slot), cut(whole_planes(slot.layout), slot.layout.chunk_bytes, scratch.piece_bytes), scratch, check)

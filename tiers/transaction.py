@@ -3,17 +3,17 @@ all."""
 
 import enum
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from lamina.aio_native import Priority
 from lamina.tiers.chunk_sums import ChunkState, ChunkSums
 from lamina.tiers.errors import StorageFault, StoreError
-from lamina.tiers.handle import Part, TransferHandle
+from lamina.tiers.handle import Part, TransferHandle, as_bytes
 from lamina.tiers.layout import ALIGN, PlaneExtent, align_up
 from lamina.tiers.slot import Slot, finish
-from lamina.tiers.stream import Piece, Scratch, check_chunks, cut, pump
+from lamina.tiers.stream import Piece, Scratch, check_chunks, cut, pump, reader
 from lamina.tiers.tier import Plane
 
 
@@ -100,7 +100,6 @@ class Transaction:
         generation_id: int,
         frozen_names: frozenset[str],
         verify: str,
-        as_bytes: Callable[[Any], memoryview],
     ) -> None:
         self.id = generation_id
         self.state = TransactionState.OPEN
@@ -110,7 +109,6 @@ class Transaction:
         self._source = source
         self._frozen_names = frozen_names
         self._verify = verify
-        self._as_bytes = as_bytes
         self._pending: list[_Write] = []
         self._lock = threading.RLock()
 
@@ -129,7 +127,7 @@ class Transaction:
         The buffer must not change until the handle's wait() returns (or commit does). Raises KeyError,
         ValueError for what does not exist, StoreError for a frozen plane that is written already.
         """
-        view = self._as_bytes(buffer)
+        view = as_bytes(buffer)
         with self._lock:
             self._require_open()
             target = self._target(shard)
@@ -145,7 +143,7 @@ class Transaction:
         self, shard: str, plane: Plane, buffer: Any, *, offset: int = 0, priority: Priority = Priority.DEMAND
     ) -> TransferHandle:
         """Read back what this transaction wrote. Raises StoreError for bytes that it has not written."""
-        view = self._as_bytes(buffer)
+        view = as_bytes(buffer)
         with self._lock:
             self._require_open()
             target = self._target(shard)
@@ -193,7 +191,7 @@ class Transaction:
             )
         with Scratch(target.slot.layout.chunk_bytes) as scratch:
             pieces = cut(gaps, source.slot.layout.chunk_bytes, scratch.piece_bytes)
-            pump(source.slot, pieces, scratch, lambda piece, view: self._carry(target, source, piece, view))
+            pump(reader(source.slot), pieces, scratch, lambda piece, view: self._carry(target, source, piece, view))
         return sum(nbytes for _, _, nbytes in gaps)
 
     def _carry(self, target: Target, source: Source, piece: Piece, view: memoryview) -> TransferHandle:
@@ -316,13 +314,12 @@ class Transaction:
                 def settle(piece: Piece, view: memoryview) -> None:
                     target.sums.recompute(piece.extent, piece.offset // chunk_bytes, view)
 
-                pump(target.slot, cut(stale, chunk_bytes, chunk_bytes), scratch, settle)
+                pump(reader(target.slot), cut(stale, chunk_bytes, chunk_bytes), scratch, settle)
         tables = target.sums.tables()
         try:
             finish(target.slot.write_tables(tables))
             if durable:
-                finish(target.slot.sync())
-                target.slot.unsynced = False
+                target.slot.make_durable()
         except OSError as error:
             raise fault(error, "the checksums or the durability of a generation") from error
 
@@ -379,7 +376,7 @@ def move(old: Slot, new: Slot, sums: ChunkSums, lost: Sequence[_Write]) -> None:
         return TransferHandle(new.write(extent, piece.offset, view, Priority.WRITE_BACK), view)
 
     with Scratch(chunk_bytes, 4 * chunk_bytes) as scratch:
-        pump(old, cut(ranges, chunk_bytes, chunk_bytes), scratch, sink)
+        pump(reader(old), cut(ranges, chunk_bytes, chunk_bytes), scratch, sink)
 
 
 def fault(error: OSError, what: str) -> StorageFault:

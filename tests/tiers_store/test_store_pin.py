@@ -1,0 +1,215 @@
+"""Checkpoints by pinning: nothing copied, never written again, bit-exact after a restore."""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from store_samples import FROZEN, SHARDS, State, random_state, rank_folder, read_all, write_all
+
+from lamina.aio_native import AsyncIO
+from lamina.tiers.errors import IntegrityError, LayoutError, StoreError
+from lamina.tiers.pinned_reader import PinnedReader
+from lamina.tiers.store import GenerationStore
+from lamina.tiers.tier import NvmePath, Plane, ShardSpec
+
+Open = Callable[..., GenerationStore]
+ALL = (*SHARDS, FROZEN)
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path) -> Iterator[Path]:
+    """A directory on another file system than tmp_path."""
+    if not os.path.isdir("/dev/shm") or os.stat("/dev/shm").st_dev == os.stat(tmp_path).st_dev:
+        pytest.skip("needs /dev/shm on a file system of its own")
+    folder = Path(tempfile.mkdtemp(dir="/dev/shm"))
+    yield folder
+    shutil.rmtree(folder)
+
+
+def update(store: GenerationStore, step: int) -> State:
+    """Train on: a fresh state for what is not frozen."""
+    state = random_state()
+    write_all(store, state, step)
+    return state
+
+
+def total_written(store: GenerationStore) -> int:
+    return sum(wear.written for wear in store.wear())
+
+
+@pytest.mark.parametrize("generations", [1, 2, 3])
+@pytest.mark.parametrize("reopen", [False, True])
+@pytest.mark.parametrize("striped", [False, True])
+def test_a_pin_survives_training_and_restores(
+    tmp_path: Path, open_store: Open, generations: int, reopen: bool, striped: bool
+) -> None:
+    paths = [NvmePath(path=str(tmp_path / name)) for name in ("a", "b")[: 1 + striped]]
+    store = open_store(paths, shards=ALL, generations=generations)
+    state = random_state(ALL)
+    write_all(store, state, 0, meta={"lr": 0.1})
+    pinned_state = state | update(store, 1)
+    before = total_written(store)
+    pinned = store.pin(str(tmp_path / "ckpt" / "step1"))
+    assert pinned.done()
+    pinned.wait()
+    assert total_written(store) == before
+    assert (pinned.step, pinned.copy_bytes) == (1, 0)
+    assert pinned.linked_bytes == sum(path.stat().st_size for path in (tmp_path / "ckpt/step1").glob("*.bin"))
+    for step in range(2, 7):
+        if reopen:
+            store.close()
+            store = open_store(paths, shards=ALL, generations=generations)
+        update(store, step)
+    with PinnedReader(str(tmp_path / "ckpt/step1"), store._pool.io) as reader:
+        reader.sums(check=True)
+        for (shard, plane), data in pinned_state.items():
+            buffer = bytearray(len(data))
+            reader.read(shard, plane, buffer).wait()
+            assert buffer == data
+    before = total_written(store)
+    info = store.restore(str(tmp_path / "ckpt/step1"))
+    assert total_written(store) == before
+    assert (info.step, info.meta) == (1, {})
+    assert read_all(store) == pinned_state
+    for step in range(7, 11):
+        latest = pinned_state | update(store, step)
+        assert read_all(store) == latest
+    assert len(store._pool.slots) == generations + 1
+    assert store.restore(str(tmp_path / "ckpt/step1")).step == 1
+    store.close()
+    store = open_store(paths, shards=ALL, generations=generations)
+    assert read_all(store) == pinned_state
+    pinned.remove()
+    assert not (tmp_path / "ckpt/step1").exists()
+    assert read_all(store) == pinned_state
+
+
+def test_a_pin_and_its_removal_let_files_be_reused(tmp_path: Path, open_store: Open) -> None:
+    store = open_store()
+    write_all(store, random_state(), 0)
+    inodes = {path.stat().st_ino for path in rank_folder(tmp_path).glob("gen-*.bin")}
+    pinned = store.pin(str(tmp_path / "ckpt"))
+    pinned.remove()
+    for step in range(1, 5):
+        update(store, step)
+    assert {path.stat().st_ino for path in rank_folder(tmp_path).glob("gen-*.bin")} == inodes
+    kept = [store.pin(str(tmp_path / f"kept{step}")) for step in range(1)]
+    for step in range(5, 9):
+        update(store, step)
+    now = {path.stat().st_ino for path in rank_folder(tmp_path).glob("gen-*.bin")}
+    assert len(now - inodes) == 1
+    assert len(kept) == 1
+
+
+@pytest.mark.parametrize("direction", ["there and back", "into another store"])
+def test_another_file_system_gets_a_checked_copy(
+    tmp_path: Path, elsewhere: Path, open_store: Open, io: AsyncIO, direction: str
+) -> None:
+    paths = [NvmePath(path=str(tmp_path / "a"), weight=3), NvmePath(path=str(tmp_path / "b"))]
+    store = open_store(paths, shards=ALL)
+    state = random_state(ALL)
+    write_all(store, state, 0, meta={"lr": 0.25})
+    with pytest.warns(match="page cache") if direction == "there and back" else _nothing():
+        pinned = store.pin(str(elsewhere / "ckpt"))
+        for step in range(1, 6):
+            update(store, step)
+        pinned.wait(60)
+    assert pinned.linked_bytes == 0
+    assert pinned.copied_bytes >= sum(map(len, state.values()))
+    assert not [name for name in os.listdir(elsewhere / "ckpt") if name.endswith(".tmp")]
+    target = store
+    if direction == "into another store":
+        store.close()
+        target = open_store([NvmePath(path=str(tmp_path / "c"))], shards=ALL, chunk_bytes=8192)
+    info = target.restore(str(elsewhere / "ckpt"))
+    assert (info.step, info.meta) == (0, {"lr": 0.25})
+    assert read_all(target) == state
+    latest = state | update(target, 9)
+    assert read_all(target) == latest
+
+
+class _nothing:
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, *exc: object) -> None:
+        return None
+
+
+def test_a_damaged_pin_is_refused_and_changes_nothing(tmp_path: Path, open_store: Open) -> None:
+    store = open_store()
+    write_all(store, random_state(), 0)
+    store.pin(str(tmp_path / "ckpt"))
+    state = update(store, 1)
+    state = update(store, 2)
+    (path,) = (tmp_path / "ckpt").glob("gen-*.bin")
+    with open(path, "r+b") as file:
+        file.seek(40_000)
+        byte = file.read(1)[0]
+        file.seek(40_000)
+        file.write(bytes([byte ^ 4]))
+    with pytest.raises(IntegrityError) as caught:
+        store.restore(str(tmp_path / "ckpt"))
+    assert caught.value.path == str(path)
+    assert caught.value.offset <= 40_000 < caught.value.offset + 4096
+    assert read_all(store) == state
+    with pytest.raises(FileExistsError, match="a checkpoint is there already"):
+        store.pin(str(tmp_path / "ckpt"))
+    os.unlink(tmp_path / "ckpt" / "manifest.json")
+    with pytest.raises(StoreError, match="holds no complete pinned generation"):
+        store.restore(str(tmp_path / "ckpt"))
+
+
+def test_a_pin_of_other_shards_is_refused(tmp_path: Path, open_store: Open) -> None:
+    store = open_store()
+    write_all(store, random_state(), 0)
+    store.pin(str(tmp_path / "ckpt"))
+    other = open_store(job="other", shards=(ShardSpec(name="x", numel=5, planes=SHARDS[0].planes),))
+    with pytest.raises(LayoutError, match="'block0'"):
+        other.restore(str(tmp_path / "ckpt"))
+
+
+def test_a_pin_needs_something_committed(tmp_path: Path, open_store: Open) -> None:
+    with pytest.raises(StoreError, match="nothing was committed yet"):
+        open_store().pin(str(tmp_path / "ckpt"))
+    assert not (tmp_path / "ckpt").exists()
+
+
+def test_only_own_files_of_a_pin_are_removed(tmp_path: Path, open_store: Open) -> None:
+    store = open_store()
+    write_all(store, random_state(), 0)
+    (tmp_path / "ckpt").mkdir()
+    (tmp_path / "ckpt" / "notes.txt").write_text("mine")
+    pinned = store.pin(str(tmp_path / "ckpt"))
+    pinned.remove()
+    assert os.listdir(tmp_path / "ckpt") == ["notes.txt"]
+
+
+def test_closing_waits_for_a_copy(tmp_path: Path, elsewhere: Path, open_store: Open) -> None:
+    store = open_store()
+    state = random_state()
+    write_all(store, state, 0)
+    pinned = store.pin(str(elsewhere / "ckpt"))
+    store.close(remove=True)
+    assert pinned.done()
+    pinned.wait()
+    again = open_store()
+    again.restore(str(elsewhere / "ckpt"))
+    assert read_all(again) == state
+
+
+def test_a_cut_in_place_update_restores_from_a_pin(tmp_path: Path, open_store: Open) -> None:
+    store = open_store(generations=1)
+    state = random_state()
+    write_all(store, state, 3)
+    store.pin(str(tmp_path / "ckpt"))
+    update(store, 4)
+    transaction = store.begin()
+    transaction.write("block1", Plane.PARAM, bytes(10))
+    store.close()
+    store = open_store(generations=1, discard_torn=True)
+    assert store.restore(str(tmp_path / "ckpt")).step == 3
+    assert read_all(store) == state

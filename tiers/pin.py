@@ -1,0 +1,211 @@
+"""A checkpoint by pinning: hard links to the current generation's files, which are then never written again.
+
+Where a link cannot be made (another file system), the file is copied in the background with a few buffers.
+"""
+
+import errno
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lamina.aio_native import AsyncIO, File, Priority, crc32c
+from lamina.tiers.chunk_sums import ChunkSums
+from lamina.tiers.errors import StoreError
+from lamina.tiers.folder import sync_directory
+from lamina.tiers.handle import Part, TransferHandle
+from lamina.tiers.layout import Layout
+from lamina.tiers.manifest import MANIFEST_NAME, TEMPORARY_NAME, Manifest, write_manifest
+from lamina.tiers.slot import Slot
+from lamina.tiers.stream import Scratch, damage, pump
+
+NO_LINK = (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Neighbouring chunks of one stripe's file, copied at once. chunks: (file offset, bytes, index in the layout)."""
+
+    offset: int
+    nbytes: int
+    chunks: tuple[tuple[int, int, int], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CopyJob:
+    """One file that has to be copied."""
+
+    slot: Slot
+    sums: ChunkSums
+    stripe: int
+    path: str
+
+
+class PinnedGeneration:
+    """A generation that a directory keeps. Made by GenerationStore.pin().
+
+    linked_bytes: of files that are shared with the store. copied_bytes: copied so far.
+    """
+
+    def __init__(self, directory: str, manifest: Manifest, *, linked_bytes: int, copy_bytes: int) -> None:
+        record = manifest.committed[0]
+        self.directory = directory
+        self.id = record.id
+        self.step = record.step
+        self.meta: Mapping[str, Any] = dict(record.meta)
+        self.linked_bytes = linked_bytes
+        self.copy_bytes = copy_bytes
+        self.copied_bytes = 0
+        self._manifest = manifest
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
+
+    def done(self) -> bool:
+        """Whether the directory is complete (or the copy failed)."""
+        return self._thread is None or not self._thread.is_alive()
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Return once the directory is complete and durable. Raises what went wrong with a copy, or TimeoutError."""
+        if self._thread is not None:
+            self._thread.join(timeout)
+            if self._thread.is_alive():
+                raise TimeoutError(
+                    f"{self.directory}: {self.copied_bytes:,} of {self.copy_bytes:,} bytes copied after {timeout} s"
+                )
+        if self._error is not None:
+            raise self._error
+
+    def finish(self) -> None:
+        """Wait for the copy, however it ends; wait() tells."""
+        if self._thread is not None:
+            self._thread.join()
+
+    def remove(self) -> None:
+        """Delete the directory's files, and the directory if nothing else is in it. A store that was restored from them
+        keeps its own names."""
+        self.finish()
+        remove_pinned(self.directory, self._manifest)
+
+    def start(self, work: Callable[["PinnedGeneration"], None]) -> None:
+        """Copy in the background."""
+
+        def run() -> None:
+            try:
+                work(self)
+            except (OSError, StoreError) as error:
+                self._error = error
+
+        self._thread = threading.Thread(target=run, name="lamina-pin")
+        self._thread.start()
+
+    def __repr__(self) -> str:
+        state = "complete" if self.done() else f"{self.copied_bytes:,} of {self.copy_bytes:,} bytes copied"
+        return f"PinnedGeneration({self.directory!r}, step {self.step}, {state})"
+
+
+def remove_pinned(directory: str, manifest: Manifest) -> None:
+    """Delete a pinned generation's files, the manifest first, so that what is left after a crash is not taken for one."""
+    names = [MANIFEST_NAME, TEMPORARY_NAME, *(name for slot in manifest.slots for name in slot.names().values())]
+    for name in names:
+        try:
+            os.unlink(os.path.join(directory, name))
+        except FileNotFoundError:
+            continue
+    try:
+        os.rmdir(directory)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
+            raise
+
+
+def make_directory(directory: str, manifest: Manifest) -> None:
+    """Create it, 0700. Raises FileExistsError when it holds a pinned generation or files of the names to be made."""
+    os.makedirs(os.path.dirname(directory), exist_ok=True)
+    try:
+        os.mkdir(directory, 0o700)
+    except FileExistsError:
+        if os.path.islink(directory) or not os.path.isdir(directory):
+            raise
+    taken = [MANIFEST_NAME, *(name for slot in manifest.slots for name in slot.names().values())]
+    for name in taken:
+        path = os.path.join(directory, name)
+        if os.path.lexists(path):
+            raise FileExistsError(errno.EEXIST, "a checkpoint is there already; name another directory", path)
+
+
+def link_files(directory: str, sources: Sequence[tuple[Slot, ChunkSums]]) -> tuple[int, list[CopyJob]]:
+    """Hard link what can be linked: (bytes linked, what has to be copied)."""
+    linked = 0
+    jobs: list[CopyJob] = []
+    for slot, sums in sources:
+        for stripe, name in slot.record.names().items():
+            path = os.path.join(directory, name)
+            try:
+                os.link(slot.files[stripe].path, path, follow_symlinks=False)
+                linked += slot.layout.file_bytes[stripe]
+            except OSError as error:
+                if error.errno not in NO_LINK:
+                    raise
+                jobs.append(CopyJob(slot=slot, sums=sums, stripe=stripe, path=path))
+    return linked, jobs
+
+
+def copy_files(pinned: PinnedGeneration, jobs: Sequence[CopyJob], io: AsyncIO, manifest: Manifest) -> None:
+    """Copy, check and make durable; the manifest comes last."""
+    for job in jobs:
+        layout = job.slot.layout
+        with io.open(job.path, create=True, exclusive=True, size=layout.file_bytes[job.stripe]) as target:
+            copy_stripe(pinned, job, target, io)
+            table = bytearray(job.sums.tables()[job.stripe])
+            if table:
+                io.write(target, table, layout.sums_offsets[job.stripe]).wait()
+            io.fsync(target).wait()
+    write_manifest(manifest, pinned.directory)
+    sync_directory(os.path.dirname(pinned.directory))
+
+
+def copy_stripe(pinned: PinnedGeneration, job: CopyJob, target: File, io: AsyncIO) -> None:
+    """Copy the chunks of one file and check them on the way. Raises IntegrityError."""
+    source = job.slot.files[job.stripe]
+    extents = {extent.first_chunk: extent for extent in job.slot.layout.extents.values() if extent.num_chunks}
+    firsts = sorted(extents)
+
+    def start(run: Run, view: memoryview) -> TransferHandle:
+        handle = io.read(source, view, run.offset, priority=Priority.WRITE_BACK)
+        return TransferHandle([Part(job.stripe, handle)], view)
+
+    def sink(run: Run, view: memoryview) -> TransferHandle:
+        for offset, nbytes, index in run.chunks:
+            found = crc32c(view[offset - run.offset : offset - run.offset + nbytes])
+            if found != job.sums.values[index]:
+                extent = extents[max(first for first in firsts if first <= index)]
+                chunk = index - extent.first_chunk
+                raise damage(job.slot, extent, chunk, job.sums.values[index], found, "the generation being pinned")
+        pinned.copied_bytes += run.nbytes
+        return TransferHandle([Part(job.stripe, io.write(target, view, run.offset))], view)
+
+    with Scratch(job.slot.layout.chunk_bytes) as scratch:
+        pump(start, runs(job.slot.layout, job.stripe, scratch.piece_bytes), scratch, sink)
+
+
+def runs(layout: Layout, stripe: int, piece_bytes: int) -> Iterator[Run]:
+    """The chunks of a stripe's file in order, neighbours taken together up to piece_bytes."""
+    chunks: list[tuple[int, int, int]] = []
+    for extent in layout.extents.values():
+        for chunk in range(extent.num_chunks):
+            place, offset = layout.chunk_place(extent, chunk)
+            if place != stripe:
+                continue
+            nbytes = min(layout.chunk_bytes, extent.nbytes - chunk * layout.chunk_bytes)
+            if chunks and offset + nbytes - chunks[0][0] > piece_bytes:
+                yield _run(chunks)
+                chunks = []
+            chunks.append((offset, nbytes, extent.first_chunk + chunk))
+    if chunks:
+        yield _run(chunks)
+
+
+def _run(chunks: list[tuple[int, int, int]]) -> Run:
+    start = chunks[0][0]
+    return Run(start, chunks[-1][0] + chunks[-1][1] - start, tuple(chunks))
