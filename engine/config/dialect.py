@@ -62,6 +62,7 @@ REFUSED: tuple[Key, ...] = (
     _refused_block("quantize_training", "the model would be trained quantized", _DELETE),
     _refused_block("weight_quantization", "the model would be quantized", _DELETE),
     _refused_block("eigenvalue", "belongs to quantized training", _DELETE),
+    _refused("graph_harvesting", "training is not captured in CUDA graphs", "false", False),
     _refused_block("sparse_attention", "attention belongs to the model", "it in the model"),
     _refused_block("progressive_layer_drop", "layers would be skipped at random", "it in the model"),
     _refused_block("curriculum_learning", "the data would be cut by difficulty", "it in the dataset"),
@@ -243,6 +244,7 @@ HINTS: tuple[Key, ...] = (
 _ZERO = "zero_optimization"
 RENAMED: dict[str, str] = {
     "bfloat16": "bf16",
+    "bf16.check_overflow": "bf16.check_grad_overflow",
     f"{_ZERO}.stage3_gather_fp16_weights_on_model_save": f"{_ZERO}.stage3_gather_16bit_weights_on_model_save",
     f"{_ZERO}.gather_16bit_weights_on_model_save": f"{_ZERO}.stage3_gather_16bit_weights_on_model_save",
     f"{_ZERO}.prefetch_bucket_size": f"{_ZERO}.stage3_prefetch_bucket_size",

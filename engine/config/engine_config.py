@@ -107,7 +107,7 @@ class EngineConfig(Block):
         config = check_all(reading, config, world_size)
         if reading.problems:
             raise ConfigError(in_file_order(reading.problems, given), source=scanned.name)
-        config._source = given
+        config._source = _with_absolute_paths(given, config)
         config._world_size = world_size
         config._hints = tuple(reading.hints)
         config._origins = MappingProxyType(reading.origins)
@@ -188,3 +188,19 @@ class EngineConfig(Block):
     def json_schema(cls) -> dict[str, Any]:
         """A JSON schema of the config, for editors."""
         return complete_schema(cls.model_json_schema(), known_keys(cls))
+
+
+def _with_absolute_paths(given: Mapping[str, Any], config: EngineConfig) -> dict[str, Any]:
+    """`given` with the paths that `config` made of it, so that reading it anew elsewhere names the same folders."""
+    source = dict(given)
+    zero = given.get("zero_optimization")
+    if isinstance(zero, dict):
+        source["zero_optimization"] = zero = dict(zero)
+        for name in ("offload_param", "offload_optimizer"):
+            block = zero.get(name)
+            if isinstance(block, dict) and block.get("nvme_path") not in (None, "auto"):
+                zero[name] = {**block, "nvme_path": getattr(config.zero_optimization, name).nvme_path}
+    tiers = given.get("tiers")
+    if isinstance(tiers, dict) and "nvme" in tiers:
+        source["tiers"] = {**tiers, "nvme": [entry.model_dump() for entry in config.tiers.nvme]}
+    return source

@@ -6,7 +6,7 @@ import re
 import typing
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, field_validator
+from pydantic import BeforeValidator, Field, WithJsonSchema, field_validator
 
 from lamina.engine.config.block import AbsolutePath, Block, own_auto
 from lamina.engine.config.quantities import Bytes, Count
@@ -25,6 +25,20 @@ class NvmePathConfig(Block):
 
     path: AbsolutePath = Field(description="folder; made when it is missing")
     bytes: Bytes | None = Field(default=None, description="the most that may be used there; null: what is free")
+
+
+_PATH_SCHEMA: dict[str, Any] = {
+    "anyOf": [
+        {"type": "string"},
+        {
+            "type": "object",
+            "properties": {"path": {"type": "string"}, "bytes": {"type": ["integer", "number", "string", "null"]}},
+            "required": ["path"],
+            "additionalProperties": False,
+        },
+    ]
+}
+_PATHS_SCHEMA = {"anyOf": [{"type": "array", "items": _PATH_SCHEMA}, *_PATH_SCHEMA["anyOf"]]}
 
 
 def _paths(value: Any) -> Any:
@@ -66,7 +80,7 @@ class TiersConfig(Block):
     host_bytes: Bytes | None = Field(
         default=None, description="budget of host memory; null: what the machine or cgroup offers"
     )
-    nvme: Annotated[tuple[NvmePathConfig, ...], BeforeValidator(_paths)] = Field(
+    nvme: Annotated[tuple[NvmePathConfig, ...], BeforeValidator(_paths), WithJsonSchema(_PATHS_SCHEMA)] = Field(
         default=(), description="folders for NVMe-resident state; state is striped over several"
     )
     placement: Annotated[Literal["auto"] | dict[PlaneName, PlaneChoice], BeforeValidator(_placement)] = own_auto(

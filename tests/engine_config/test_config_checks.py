@@ -348,6 +348,8 @@ def test_a16_paths_are_made_absolute_once(tmp_path: Path, monkeypatch: pytest.Mo
         (f"{os.path.dirname(here)}/x", 10**9),
         ("/home/somebody/swap", None),
     ]
+    # Read anew from elsewhere, for another number of ranks, the folders are the same.
+    assert EngineConfig.load(config, world_size=2).nvme_paths == config.nvme_paths
     assert "want a path" in problems({"tiers": {"nvme": [""]}})["tiers.nvme[0]"]
     assert "want a path" in problems({"zero_optimization": {"offload_param": {"nvme_path": 3}}}).popitem()[1]
 
