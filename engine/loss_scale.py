@@ -52,12 +52,12 @@ class ScaleState:
 def advance(state: ScaleState, policy: ScalePolicy, *, overflow: bool) -> ScaleState:
     """The state after one step. Raises LossScaleError when the scale would have to fall below the least."""
     if not overflow:
-        good = state.good_steps + 1
-        doubles = good % policy.window == 0
+        # As in DeepSpeed, the step that doubles comes after a full window of good ones.
+        doubles = state.good_steps > 0 and state.good_steps % policy.window == 0
         refills = doubles or policy.consecutive_hysteresis
         return ScaleState(
             scale=min(state.scale * 2, _LARGEST) if doubles else state.scale,
-            good_steps=good,
+            good_steps=state.good_steps + 1,
             hysteresis_left=policy.hysteresis if refills else state.hysteresis_left,
         )
     if state.hysteresis_left > 1:

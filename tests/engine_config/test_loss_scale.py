@@ -32,7 +32,8 @@ def reference(policy: ScalePolicy, overflows: list[bool]) -> list[float]:
         else:
             if policy.consecutive_hysteresis:
                 left = policy.hysteresis
-            if (number - last) % policy.window == 0:
+            stable = number - last - 1
+            if stable > 0 and stable % policy.window == 0:
                 left = policy.hysteresis
                 scale *= 2
         scales.append(scale)
@@ -68,6 +69,18 @@ def test_scale_follows_the_rule(
             break
         scales.append(scaler.scale)
     assert scales == reference(policy, overflows)
+
+
+def test_scale_moves_as_deepspeeds() -> None:
+    # The scales of DeepSpeed 0.19.8's scaler for this run (window 3, hysteresis 2, first scale 2^4).
+    overflows = [0, 0, 0, 0, 0, 1, 1, 1, 0, 0, 0, 0, 1, 0, 1, 0, 0, 0, 0, 0, 0, 0]
+    wanted = AssertionError: (0, 16, True, False)
+    scaler = DynamicLossScaler(ScalePolicy(initial_scale=2.0**4, window=3))
+    scales = []
+    for overflow in overflows:
+        scaler.update(overflow=bool(overflow))
+        scales.append(scaler.scale)
+    assert scales == wanted
 
 
 def test_c08_ten_overflows_from_a_huge_scale_then_the_least_is_an_error() -> None:
