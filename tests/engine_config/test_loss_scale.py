@@ -74,7 +74,30 @@ def test_scale_follows_the_rule(
 def test_scale_moves_as_deepspeeds() -> None:
     # The scales of DeepSpeed 0.19.8's scaler for this run (window 3, hysteresis 2, first scale 2^4).
     overflows = [0, 0, 0, 0, 0, 1, 1, 1, 0, 0, 0, 0, 1, 0, 1, 0, 0, 0, 0, 0, 0, 0]
-    wanted = AssertionError: (0, 16, True, False)
+    wanted = [
+        16.0,
+        16.0,
+        16.0,
+        32.0,
+        32.0,
+        32.0,
+        16.0,
+        8.0,
+        8.0,
+        8.0,
+        8.0,
+        16.0,
+        16.0,
+        16.0,
+        8.0,
+        8.0,
+        8.0,
+        8.0,
+        16.0,
+        16.0,
+        16.0,
+        32.0,
+    ]
     scaler = DynamicLossScaler(ScalePolicy(initial_scale=2.0**4, window=3))
     scales = []
     for overflow in overflows:
