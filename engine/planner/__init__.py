@@ -8,7 +8,8 @@ from lamina.engine.planner.case import Case
 from lamina.engine.planner.emit_config import emit_config
 from lamina.engine.planner.errors import PlanError
 from lamina.engine.planner.fit import Fit, fit
-from lamina.engine.planner.footprint import Footprint, Kind, Phase, footprint
+from lamina.engine.planner.footprint import Footprint, footprint
+from lamina.engine.planner.items import Kind, Phase
 from lamina.engine.planner.machine import Machine, machine_from_mapping
 from lamina.engine.planner.machine_presets import MACHINE_PRESETS, machine_preset
 from lamina.engine.planner.model_input import read_model
@@ -19,7 +20,7 @@ from lamina.engine.planner.placement import Placement, all_placements
 from lamina.engine.planner.plain_data import plan_data
 from lamina.engine.planner.step_time import StepTime, step_time
 from lamina.engine.planner.tensor_names import shape_from_module
-from lamina.engine.planner.this_machine import memory_limit, this_machine
+from lamina.engine.planner.this_machine import this_machine
 from lamina.engine.planner.wear import Wear, drive_wear
 from lamina.engine.planner.workload import Workload
 
@@ -51,7 +52,6 @@ __all__ = [
     "footprint",
     "machine_from_mapping",
     "machine_preset",
-    "memory_limit",
     "model_preset",
     "plan",
     "plan_data",

@@ -20,15 +20,15 @@ class ActivationBytes:
     """With checkpointing: the blocks between two checkpoints, computed again in the backward pass; else 0."""
     logits: int
     """Logits, log-probabilities and their gradients at the turn from forward to backward."""
-    embedding: int
-    """Embedding output and the last norm's input and output."""
+    tail: int
+    """Input and output of the last norm."""
     gradient: int
     """Gradients of activations alive in the backward pass of one block, beyond what is kept."""
 
     @property
     def peak(self) -> int:
-        """The largest sum that is alive at once (the turn, or inside of the last block's backward pass)."""
-        return self.saved + self.embedding + max(self.logits, self.working + self.gradient)
+        """The largest sum that is alive at once: at the loss, or inside of the last block's backward pass."""
+        return self.saved + max(self.tail + self.logits, self.working + self.gradient)
 
 
 def block_activation_bytes(model: ModelShape, load: Workload, *, tensor: int = 1) -> int:
@@ -82,6 +82,6 @@ def activation_bytes(
         saved=saved * in_flight,
         working=working,
         logits=logits_bytes(model, load, tensor=tensor),
-        embedding=3 * stream,
-        gradient=load.tokens * (widest + 2 * model.hidden) * load.itemsize,
+        tail=2 * stream,
+        gradient=load.tokens * (widest + model.hidden) * load.itemsize,
     )

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from lamina.engine.planner.footprint import Kind
+from lamina.engine.planner.items import Kind
 from lamina.engine.planner.options import Option
 from lamina.engine.planner.placement import DEVICE, HOST, NVME
 from lamina.engine.planner.quantity import MIB

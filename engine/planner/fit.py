@@ -4,9 +4,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from lamina.engine.planner.case import Case
-from lamina.engine.planner.footprint import Footprint, Kind, footprint
+from lamina.engine.planner.footprint import Footprint, footprint
+from lamina.engine.planner.items import Kind
 from lamina.engine.planner.placement import DEVICE, HOST, NVME
 from lamina.engine.planner.quantity import format_bytes
+
+_STAGE_3 = "stage 3"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +118,8 @@ def _causes(case: Case, held: Footprint, tier: str) -> list[Cause]:
         saves = (before - footprint(changed).peak(tier)) * ranks
         if saves > 0.02 * before * ranks:
             found.append(Cause(tier=tier, what=what, saves=saves, remedy=remedy))
-    return sorted(found, key=lambda cause: -cause.saves)
+    # Another stage is another way of working: named after what is in the way at this one.
+    return sorted(found, key=lambda cause: (cause.remedy == _STAGE_3, -cause.saves))
 
 
 def _changes(case: Case) -> Iterator[tuple[str, str, Case]]:
@@ -130,7 +134,7 @@ def _changes(case: Case) -> Iterator[tuple[str, str, Case]]:
     if place.grad == HOST and place.optimizer == NVME:
         yield "gradients in host memory", "gradients on nvme", _placed(case, grad=NVME)
     if place.stage < 3 and case.slice.ranks > 1:
-        yield "parameters whole on every rank", "stage 3", _placed(case, stage=3)
+        yield "parameters whole on every rank", _STAGE_3, _placed(case, stage=3)
     if place.stage == 3 and place.param == DEVICE and place.optimizer != DEVICE:
         yield "parameters on the device", "offload_param to host", _placed(case, param=HOST)
     if load.micro_batch > 1:

@@ -63,6 +63,9 @@ class Machine:
     overlap_loss: float = 0.1
     """Share of the hidden channels' time that shows in the step (imperfect overlap)."""
 
+    notes: tuple[str, ...] = ()
+    """Where figures come from, for people."""
+
     def __post_init__(self) -> None:
         for name in ("hosts", "devices_per_host"):
             if getattr(self, name) < 1:
@@ -137,6 +140,8 @@ class Machine:
     def _convert(self, name: str, value: Any) -> Any:
         if name == "name":
             return str(value)
+        if name == "notes":
+            return tuple(str(note) for note in value)
         if name in ("shared_memory", "nvme_full_duplex"):
             if str(value).lower() not in ("true", "false", "1", "0"):
                 raise PlanError(f"machine: {name}: {value!r} must be true or false")

@@ -74,7 +74,7 @@ class Plan:
 
     question: Question
     options: tuple[Option, ...]
-    """All placements, fastest first."""
+    """All placements, fastest first; gradients on nvme only where host memory is too small for them."""
     advice: tuple[Advice, ...]
     """Changes that help, largest gain first."""
     largest: ModelShape | None
@@ -94,7 +94,7 @@ class Plan:
 
 def plan(question: Question, *, with_advice: bool = True, with_largest: bool = True) -> Plan:
     """Answer a question. Raises PlanError that names what is missing or impossible."""
-    options = tuple(sorted(evaluate(question), key=_order))
+    options = tuple(sorted(_useful(tuple(evaluate(question))), key=_order))
     best = best_of(options)
     return Plan(
         question=question,
@@ -115,6 +115,15 @@ def evaluate(question: Question) -> Iterator[Option]:
     )
     for place in places:
         yield option(question, place)
+
+
+def _useful(options: tuple[Option, ...]) -> Iterator[Option]:
+    """Gradients on nvme are slower and have no merit where they fit host memory."""
+    fitting = {item.case.place for item in options if item.fits}
+    for item in options:
+        place = item.case.place
+        if place.grad != NVME or replace(place, grad=HOST) not in fitting:
+            yield item
 
 
 def option(question: Question, place: Placement) -> Option:

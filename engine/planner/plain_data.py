@@ -4,7 +4,7 @@ import math
 from typing import Any
 
 from lamina.engine.planner.flops import MODEL_FLOPS_FORMULA
-from lamina.engine.planner.footprint import Phase
+from lamina.engine.planner.items import Phase
 from lamina.engine.planner.options import Advice, Option, Plan
 from lamina.engine.planner.placement import TIERS
 

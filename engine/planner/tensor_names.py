@@ -15,6 +15,7 @@ from lamina.engine.planner.hf_config import shape_from_config
 from lamina.engine.planner.model_shape import ModelShape, ParamInventory
 
 _BLOCK = re.compile(r"^(.*?\b(?:h|layers?|blocks?))\.(\d+)\.")
+_POSITIONS = re.compile(r"pos|wpe", re.IGNORECASE)
 _LARGEST_HEADER = 100_000_000  # the format's own limit
 
 
@@ -55,7 +56,7 @@ def shape_from_tensors(
             root[key] = size
         else:
             blocks.setdefault((match.group(1), int(match.group(2))), {})[key] = size
-    tables = [size for size in root.values() if len(size) == 2]
+    tables = [size for key, size in root.items() if len(size) == 2 and not _POSITIONS.search(key)]
     if not blocks or not tables:
         what = "blocks (names such as layers.0.…)" if not blocks else "an embedding outside of the blocks"
         raise PlanError(f"{name}: found no {what} among {len(tensors)} tensors; give layers=…,hidden=…,heads=…")
