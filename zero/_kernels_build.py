@@ -36,6 +36,7 @@ ffibuilder.set_source(
         "-Wall",
         "-Wextra",
         "-pthread",
+        "-g1",
     ],
     extra_link_args=["-pthread"],
     py_limited_api=True,

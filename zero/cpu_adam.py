@@ -103,7 +103,7 @@ class CPUAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, *, grad_multiplier: float = 1.0) -> Any:
-        """One step; returns the closure's loss, or None. grad_multiplier (unscale, clip) goes on every gradient."""
+        """One step; returns the closure's loss or None. grad_multiplier (unscale, clip) scales every gradient."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -132,30 +132,28 @@ class CPUAdam(torch.optim.Optimizer):
         staged: list[tuple[torch.Tensor, torch.Tensor]],
         held: list[torch.Tensor],
     ) -> None:
-        options = _hyper_options(group)
-        hypers: dict[int, AdamHyper] = {}
-        for param in group["params"]:
-            grad = param.grad
-            if grad is None:
-                continue
-            state = self.state[param]
+        updates = [(param, param.grad, self.state[param]) for param in group["params"] if param.grad is not None]
+        if not updates:
+            return
+        for param, _, state in updates:
             if not state:
                 _start_state(param, state)
-            state["step"] += 1
-            step = int(state["step"])
+        torch._foreach_add_([state["step"] for _, _, state in updates], 1)
+        options = _hyper_options(group)
+        hypers: dict[float, AdamHyper] = {}
+        for param, grad, state in updates:
+            step = state["step"].item()
             if param.numel() == 0:
                 continue
             if step not in hypers:
-                hypers[step] = AdamHyper(step=step, **options)
+                hypers[step] = AdamHyper(step=int(step), **options)
             target, grad = _dense_pair(param, grad)
             if target is param:
                 written.append(param)
             else:
                 staged.append((param, target))
             master_key = _MASTER_KEY.get(param.dtype)
-            for key in ("exp_avg", "exp_avg_sq", master_key):
-                if key is not None and state[key].stride() != target.stride():
-                    state[key] = _laid_out_like(target, state[key])
+            _lay_out_state(target, state, master_key)
             held.append(grad)
             self._batch.add(
                 param.numel(),
@@ -285,6 +283,16 @@ def _start_master(param: torch.Tensor, state: dict[str, Any]) -> None:
         state["master"] = param.detach().float()
 
 
+def _lay_out_state(param: torch.Tensor, state: dict[str, Any], master_key: str | None) -> None:
+    """Sees to it that the state's elements lie in memory in the order of param's (param.data may have been changed)."""
+    contiguous = param.is_contiguous()
+    for key in ("exp_avg", "exp_avg_sq", master_key):
+        if key is None or (contiguous and state[key].is_contiguous()):
+            continue
+        if state[key].stride() != param.stride():
+            state[key] = _laid_out_like(param, state[key])
+
+
 def _laid_out_like(param: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(param, dtype=tensor.dtype, memory_format=torch.preserve_format).copy_(tensor)
 
@@ -292,7 +300,7 @@ def _laid_out_like(param: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
 def _dense_pair(param: torch.Tensor, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """param and grad, or copies of them, so that both are dense in memory in the same order of elements."""
     if param.is_contiguous():
-        return param, grad.resolve_neg().contiguous()
+        return param, grad if grad.is_contiguous() and not grad.is_neg() else grad.resolve_neg().contiguous()
     dense = torch.empty_like(param, memory_format=torch.preserve_format)
     target = param if dense.stride() == param.stride() else dense.copy_(param)
     if grad.is_neg() or grad.stride() != target.stride():

@@ -24,6 +24,8 @@ NORM_BLOCK = 4096
 _PATHS = ("portable", "avx2", "avx512", "neon")  # index: enum lk_path
 _IN_PARAM, _SPLIT, _COPY = range(3)  # enum lk_master
 _MAX_THREADS = 1024
+_UNALIGNED = 3  # address bits that must be 0 for a 4-byte element; 2-byte ones are shifted by one first
+_WIDE = (0, 1, 1)  # index: DType
 
 
 class DType(enum.IntEnum):
@@ -110,22 +112,29 @@ class AdamBatch:
         adopt_param: bool = False,
     ) -> None:
         """Adds one update: as Kernels.adam, but nothing runs yet."""
-        _check_planes(
-            n,
-            (param, param_dtype.itemsize, "param"),
-            (grad, grad_dtype.itemsize, "grad"),
-            (exp_avg, 4, "exp_avg"),
-            (exp_avg_sq, 4, "exp_avg_sq"),
-        )
         kind = _master_kind(param_dtype, master, remainder, n)
-        if kind != _IN_PARAM and n > 0:
-            _check_planes(n, (master, 4, "master") if kind == _COPY else (remainder, 2, "remainder"))
+        # One look for the usual case; the checks that name the plane only where it fails.
+        if (
+            n <= 0
+            or not (param and grad and exp_avg and exp_avg_sq)
+            or _UNALIGNED
+            & (param << _WIDE[param_dtype] | grad << _WIDE[grad_dtype] | exp_avg | exp_avg_sq | master | remainder << 1)
+        ):
+            _check_planes(
+                n,
+                (param, param_dtype.itemsize, "param"),
+                (grad, grad_dtype.itemsize, "grad"),
+                (exp_avg, 4, "exp_avg"),
+                (exp_avg_sq, 4, "exp_avg_sq"),
+            )
+            if kind != _IN_PARAM:
+                _check_planes(min(n, 0), (master, 4, "master"), (remainder, 2, "remainder"))
         if self._count == len(self._args):
             larger = ffi.new("lk_adam_args[]", 2 * self._count)
             larger[0 : self._count] = self._args[0 : self._count]
             self._args = larger
-        args = ffi.addressof(self._args[self._count])
-        ffi.memmove(args, self._scalars_for(hyper, grad_multiplier), ffi.sizeof("lk_adam_args"))
+        args = self._args[self._count]
+        self._args[self._count] = self._scalars_for(hyper, grad_multiplier)[0]
         args.n = n
         args.param, args.param_dtype = param, param_dtype
         args.grad, args.grad_dtype = grad, grad_dtype

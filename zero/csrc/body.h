@@ -2,10 +2,10 @@
  *
  * Included by path_*.c, which first define: LANES, PATH_OPS (the table's name), vf (LANES floats) and vf_set,
  * vf_load, vf_store, vf_store_nt, vf_load_bf16, vf_load_fp16, vf_store_bf16, vf_store_fp16 (all any alignment
- * but vf_store_nt), vf_mul, vf_add, vf_sub, vf_div, vf_sqrt, vf_fma(a, b, c) = a*b+c rounded once, vf_div_by
- * (a quotient by a positive normal constant with its reciprocal at hand), vf_merge, vf_split,
- * vf_choose_equal(a, b, x, y) = a == b ? x : y bit by bit, vf_any_nan, and the 32 double accumulators va with
- * va_zero, va_add, va_get.
+ * but vf_store_nt), vf_mul, vf_add, vf_sub, vf_div, vf_sqrt, vf_fma(a, b, c) = a*b+c rounded once, vf_merge,
+ * vf_split, vf_split_pair, vf_choose_equal(a, b, x, y) = a == b ? x : y bit by bit, vf_any_nan, the 32 double
+ * accumulators va with va_zero, va_add, va_get; and root_over with root_constants and ROOT_GUARDED, see
+ * [Note: Roots].
  *
  * [Note: Same bits] IEEE 754 fixes the result of each of these operations, so paths agree as long as they do
  * the same operations in the same order.  The build switches contraction off (-ffp-contract=off): only vf_fma
@@ -34,9 +34,13 @@ INLINE void store_from_float(void *dst, int64_t i, int dtype, vf x) {
 
 /* ---- Adam ---- */
 
+/* [Note: Roots] sqrt(v) / sqrt(1 - beta2^t) is two slow operations, each rounded.  A path may do them its own
+ * way in root_over, under two conditions: wherever the result is not NaN it has the bits of the two IEEE
+ * operations, and if it may be NaN where they are not (an infinite v, say), ROOT_GUARDED is 1 and a NaN
+ * parameter is computed again with them. */
 typedef struct {
-    vf multiplier, decay, weight_decay, lerp, beta2, one_minus_beta2, correction, correction_reciprocal, eps,
-        neg_step;
+    vf multiplier, decay, weight_decay, lerp, beta2, one_minus_beta2, correction, eps, neg_step;
+    root_constants root;
 } adam_constants;
 
 typedef struct {
@@ -78,8 +82,8 @@ INLINE void adam_store_master(const adam_planes *at, int64_t i, adam_variant k, 
 /* [Note: Order of operations] as in torch's fused CPU kernel for whole vectors, found by comparing bits:
  * m by lerp (from the near end), v's new term fused onto the decayed one, the step's product before its
  * division. A multiplier of 1 and a decay of 1 are exact, so they need no branch; maximize is the
- * multiplier's sign. */
-INLINE void adam_vector(const adam_constants *c, const adam_planes *at, int64_t i, adam_variant k) {
+ * multiplier's sign. Stores the moments, returns the new master. */
+INLINE vf adam_moments_and_master(const adam_constants *c, const adam_planes *at, int64_t i, adam_variant k) {
     vf g = vf_mul(load_as_float(at->grad, i, k.grad_dtype), c->multiplier);
     vf p = adam_load_master(at, i, k);
     if (k.l2)
@@ -92,8 +96,40 @@ INLINE void adam_vector(const adam_constants *c, const adam_planes *at, int64_t 
     v = vf_fma(vf_mul(c->one_minus_beta2, g), g, vf_mul(v, c->beta2));
     vf_store(at->exp_avg + i, m);
     vf_store(at->exp_avg_sq + i, v);
-    vf denominator = vf_add(vf_div_by(vf_sqrt(v), c->correction, c->correction_reciprocal), c->eps);
-    adam_store_master(at, i, k, vf_add(p, vf_div(vf_mul(c->neg_step, m), denominator)));
+    vf denominator = vf_add(root_over(v, &c->root), c->eps);
+    return vf_add(p, vf_div(vf_mul(c->neg_step, m), denominator));
+}
+
+/* The new master once more, from the old one and the moments just stored. */
+INLINE vf adam_master_again(const adam_constants *c, const adam_planes *at, int64_t i, adam_variant k) {
+    vf p = adam_load_master(at, i, k);
+    if (!k.l2)
+        p = vf_mul(p, c->decay);
+    vf root = vf_div(vf_sqrt(vf_load(at->exp_avg_sq + i)), c->correction);
+    return vf_add(p, vf_div(vf_mul(c->neg_step, vf_load(at->exp_avg + i)), vf_add(root, c->eps)));
+}
+
+INLINE void adam_vector(const adam_constants *c, const adam_planes *at, int64_t i, adam_variant k) {
+    vf master = adam_moments_and_master(c, at, i, k);
+    if (ROOT_GUARDED && __builtin_expect(vf_any_nan(master), 0))
+        master = adam_master_again(c, at, i, k);
+    adam_store_master(at, i, k, master);
+}
+
+/* Two vectors: one look for NaN (the sum of opposite infinities is one too: harmless), stores of whole lines.
+ */
+INLINE void adam_pair(const adam_constants *c, const adam_planes *at, int64_t i, adam_variant k) {
+    vf first = adam_moments_and_master(c, at, i, k);
+    vf second = adam_moments_and_master(c, at, i + LANES, k);
+    if (ROOT_GUARDED && __builtin_expect(vf_any_nan(vf_add(first, second)), 0)) {
+        adam_store_master(at, i, k, adam_master_again(c, at, i, k));
+        adam_store_master(at, i + LANES, k, adam_master_again(c, at, i + LANES, k));
+    } else if (k.master_kind == LK_SPLIT) {
+        vf_split_pair(first, second, (uint16_t *)at->param + i, at->remainder + i);
+    } else {
+        adam_store_master(at, i, k, first);
+        adam_store_master(at, i + LANES, k, second);
+    }
 }
 
 /* The last elements, fewer than LANES, go through a padded copy: same operations, so same bits. */
@@ -131,17 +167,15 @@ INLINE void adam_range(const lk_adam_args *a, int64_t begin, int64_t end, adam_v
         .beta2 = vf_set(a->beta2),
         .one_minus_beta2 = vf_set(a->one_minus_beta2),
         .correction = vf_set(a->bias_correction2_sqrt),
-        .correction_reciprocal = vf_set(1.0f / a->bias_correction2_sqrt),
         .eps = vf_set(a->eps),
         .neg_step = vf_set(a->neg_step_size),
+        .root = root_constants_for(a->bias_correction2_sqrt),
     };
     adam_planes at = {(char *)a->param,    (char *)a->master,      (char *)a->grad,
                       (float *)a->exp_avg, (float *)a->exp_avg_sq, (int16_t *)a->remainder};
     int64_t i = begin;
-    for (; end - i >= 2 * LANES; i += 2 * LANES) {
-        adam_vector(&c, &at, i, k);
-        adam_vector(&c, &at, i + LANES, k);
-    }
+    for (; end - i >= 2 * LANES; i += 2 * LANES)
+        adam_pair(&c, &at, i, k);
     if (end - i >= LANES) {
         adam_vector(&c, &at, i, k);
         i += LANES;

@@ -45,18 +45,26 @@ VF vf vf_fma(vf a, vf b, vf c) {
 }
 
 /* [Note: Division by a constant] The divider is the scarcest unit here, and one of Adam's two quotients has
- * the same divisor throughout.  With reciprocal = 1/divisor correctly rounded, q = x*reciprocal corrected
- * once by its exact residue is within one unit in the last place, and Markstein's theorem then makes a second
- * correction the correctly rounded quotient: the bits of a real division in five multiply-adds.  The theorem
- * wants no overflow or underflow: x is the root of a float, so zero or at least 2^-75, and the divisor lies
- * between 1e-8 and 1.  For an infinite x the residue is NaN and the first product is the answer. */
-VF vf vf_div_by(vf x, vf divisor, vf reciprocal) {
-    vf first = _mm256_mul_ps(x, reciprocal);
-    vf rest = _mm256_fnmadd_ps(first, divisor, x);
-    vf finite = _mm256_cmp_ps(rest, rest, _CMP_ORD_Q);
-    vf near = _mm256_fmadd_ps(rest, reciprocal, first);
-    rest = _mm256_fnmadd_ps(near, divisor, x);
-    return _mm256_blendv_ps(first, _mm256_fmadd_ps(rest, reciprocal, near), finite);
+ * the same divisor c throughout.  With 1/c to 48 bits as high + low, q = x*high + x*low is within one unit in
+ * the last place of x/c; high being 1/c correctly rounded, Markstein's theorem then makes q + (x - q*c)*high,
+ * the residue exact by a fused multiply-add, the correctly rounded quotient: the bits of a real division in
+ * four operations. It wants no overflow or underflow: x is the root of a float, so zero or at least 2^-75,
+ * and c lies between 1e-8 and 1.  An infinite x gives NaN, which the guard sees. */
+typedef struct {
+    vf divisor, high, low;
+} root_constants;
+enum { ROOT_GUARDED = 1 };
+
+VF root_constants root_constants_for(float correction) {
+    double reciprocal = 1.0 / correction;
+    float high = (float)reciprocal;
+    return (root_constants){vf_set(correction), vf_set(high), vf_set((float)(reciprocal - high))};
+}
+
+VF vf root_over(vf v, const root_constants *c) {
+    vf x = vf_sqrt(v);
+    vf q = vf_fma(x, c->high, vf_mul(x, c->low));
+    return vf_fma(_mm256_fnmadd_ps(q, c->divisor, x), c->high, q);
 }
 
 VF __m256i widen(const void *p) {
@@ -102,6 +110,17 @@ VF void vf_split(vf x, uint16_t *param, int16_t *remainder) {
     __m256i high = _mm256_srli_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x8000)), 16);
     narrow(param, _mm256_blendv_epi8(high, quiet_high_half(bits), nan));
     narrow(remainder, _mm256_andnot_si256(nan, _mm256_and_si256(bits, _mm256_set1_epi32(0xffff))));
+}
+
+/* Neither is NaN. */
+VF void vf_split_pair(vf first, vf second, uint16_t *param, int16_t *remainder) {
+    __m256i half = _mm256_set1_epi32(0x8000), low = _mm256_set1_epi32(0xffff);
+    __m256i a = _mm256_castps_si256(first), b = _mm256_castps_si256(second);
+    __m256i high = _mm256_packus_epi32(_mm256_srli_epi32(_mm256_add_epi32(a, half), 16),
+                                       _mm256_srli_epi32(_mm256_add_epi32(b, half), 16));
+    __m256i rest = _mm256_packus_epi32(_mm256_and_si256(a, low), _mm256_and_si256(b, low));
+    _mm256_storeu_si256((__m256i *)param, _mm256_permute4x64_epi64(high, 0xd8));
+    _mm256_storeu_si256((__m256i *)remainder, _mm256_permute4x64_epi64(rest, 0xd8));
 }
 
 VF vf vf_choose_equal(vf a, vf b, vf x, vf y) {

@@ -45,14 +45,41 @@ VF vf vf_fma(vf a, vf b, vf c) {
     return _mm512_fmadd_ps(a, b, c);
 }
 
-/* See [Note: Division by a constant] in path_avx2.c. */
-VF vf vf_div_by(vf x, vf divisor, vf reciprocal) {
-    vf first = _mm512_mul_ps(x, reciprocal);
-    vf rest = _mm512_fnmadd_ps(first, divisor, x);
-    __mmask16 finite = _mm512_cmp_ps_mask(rest, rest, _CMP_ORD_Q);
-    vf near = _mm512_fmadd_ps(rest, reciprocal, first);
-    rest = _mm512_fnmadd_ps(near, divisor, x);
-    return _mm512_mask_mov_ps(first, finite, _mm512_fmadd_ps(rest, reciprocal, near));
+/* [Note: Square root without the divider] A root takes the divider as long as a division, so here it is made
+ * of multiply-adds: two coupled Newton steps from the processor's 14-bit estimate, the second with an exact
+ * residue, give the correctly rounded root for every 24-bit mantissa (a test goes through all of them; it
+ * also held for every estimate tried within the 14 bits that the instruction promises).  v is scaled by 2^80
+ * first, so that the residue cannot underflow; the scale comes off again in the division, see [Note: Division
+ * by a constant] in path_avx2.c.  v = 0: the estimate is infinite and cut to a finite one, the root is 0.  v
+ * >= 2^48, negative or NaN: NaN, which the guard sees. */
+typedef struct {
+    vf scale, largest, half, divisor, high, low;
+} root_constants;
+enum { ROOT_GUARDED = 1 };
+
+VF root_constants root_constants_for(float correction) {
+    double divisor = correction * 0x1p40, reciprocal = 1.0 / divisor;
+    float high = (float)reciprocal;
+    return (root_constants){
+        .scale = vf_set(0x1p80f),
+        .largest = vf_set(0x1p35f),
+        .half = vf_set(0.5f),
+        .divisor = vf_set((float)divisor),
+        .high = vf_set(high),
+        .low = vf_set((float)(reciprocal - high)),
+    };
+}
+
+VF vf root_over(vf v, const root_constants *c) {
+    vf x = vf_mul(v, c->scale);
+    vf y = _mm512_min_ps(c->largest, _mm512_rsqrt14_ps(x)); /* the second operand where one is NaN */
+    vf g = vf_mul(x, y), h = vf_mul(y, c->half);
+    vf r = _mm512_fnmadd_ps(g, h, c->half);
+    g = vf_fma(g, r, g);
+    h = vf_fma(h, r, h);
+    g = vf_fma(_mm512_fnmadd_ps(g, g, x), h, g);
+    vf q = vf_fma(g, c->high, vf_mul(g, c->low));
+    return vf_fma(_mm512_fnmadd_ps(q, c->divisor, g), c->high, q);
 }
 
 VF __m512i widen(const void *p) {
@@ -97,6 +124,18 @@ VF void vf_split(vf x, uint16_t *param, int16_t *remainder) {
     __m512i high = _mm512_srli_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x8000)), 16);
     narrow(param, _mm512_mask_mov_epi32(high, nan, quiet_high_half(bits)));
     narrow(remainder, _mm512_maskz_mov_epi32((__mmask16)~nan, bits));
+}
+
+/* Neither is NaN. The words of each half are picked from both vectors at once. */
+VF void vf_split_pair(vf first, vf second, uint16_t *param, int16_t *remainder) {
+    __m512i half = _mm512_set1_epi32(0x8000);
+    __m512i low = _mm512_set_epi16(62, 60, 58, 56, 54, 52, 50, 48, 46, 44, 42, 40, 38, 36, 34, 32, 30, 28, 26,
+                                   24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
+    __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(1));
+    __m512i a = _mm512_castps_si512(first), b = _mm512_castps_si512(second);
+    _mm512_storeu_si512(
+        param, _mm512_permutex2var_epi16(_mm512_add_epi32(a, half), high, _mm512_add_epi32(b, half)));
+    _mm512_storeu_si512(remainder, _mm512_permutex2var_epi16(a, low, b));
 }
 
 VF vf vf_choose_equal(vf a, vf b, vf x, vf y) {

@@ -38,10 +38,17 @@ VF vf vf_sqrt(vf a) {
 VF vf vf_fma(vf a, vf b, vf c) {
     return vfmaq_f32(c, a, b);
 }
-VF vf vf_div_by(vf x, vf divisor, vf reciprocal) {
-    (void)reciprocal;
-    return vdivq_f32(x, divisor);
+typedef struct {
+    vf correction;
+} root_constants;
+enum { ROOT_GUARDED = 0 };
+VF root_constants root_constants_for(float correction) {
+    return (root_constants){vf_set(correction)};
 }
+VF vf root_over(vf v, const root_constants *c) {
+    return vf_div(vf_sqrt(v), c->correction);
+}
+
 VF uint32x4_t is_nan(vf x) {
     return vmvnq_u32(vceqq_f32(x, x));
 }
@@ -77,6 +84,11 @@ VF void vf_split(vf x, uint16_t *param, int16_t *remainder) {
     uint32x4_t high = vshrq_n_u32(vaddq_u32(bits, vdupq_n_u32(0x8000)), 16);
     vst1_u16(param, vmovn_u32(vbslq_u32(nan, quiet_high_half(bits), high)));
     vst1_s16(remainder, vreinterpret_s16_u16(vmovn_u32(vbicq_u32(bits, nan))));
+}
+
+VF void vf_split_pair(vf first, vf second, uint16_t *param, int16_t *remainder) {
+    vf_split(first, param, remainder);
+    vf_split(second, param + LANES, remainder + LANES);
 }
 
 VF vf vf_choose_equal(vf a, vf b, vf x, vf y) {

@@ -39,10 +39,17 @@ VF vf vf_sqrt(vf a) {
 VF vf vf_fma(vf a, vf b, vf c) {
     return fmaf(a, b, c);
 }
-VF vf vf_div_by(vf x, vf divisor, vf reciprocal) {
-    (void)reciprocal;
-    return x / divisor;
+typedef struct {
+    vf correction;
+} root_constants;
+enum { ROOT_GUARDED = 0 };
+VF root_constants root_constants_for(float correction) {
+    return (root_constants){vf_set(correction)};
 }
+VF vf root_over(vf v, const root_constants *c) {
+    return vf_div(vf_sqrt(v), c->correction);
+}
+
 VF vf vf_load_bf16(const uint16_t *p) {
     return lk_float((uint32_t)*p << 16);
 }
@@ -69,6 +76,11 @@ VF void vf_split(vf x, uint16_t *param, int16_t *remainder) {
         *param = (uint16_t)((bits + 0x8000) >> 16);
         *remainder = (int16_t)(uint16_t)bits;
     }
+}
+
+VF void vf_split_pair(vf first, vf second, uint16_t *param, int16_t *remainder) {
+    vf_split(first, param, remainder);
+    vf_split(second, param + LANES, remainder + LANES);
 }
 
 VF vf vf_choose_equal(vf a, vf b, vf x, vf y) {

@@ -1,0 +1,14 @@
+"""One thread for torch: two cores are shared with the kernels' own threads, and OpenMP threads that spin are slow."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def one_torch_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
