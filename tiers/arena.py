@@ -131,6 +131,7 @@ class Arena:
         self.tier = tier
         self.nbytes = nbytes
         self._memory = _Reservation(tier, nbytes, huge_pages)
+        # Asked once: the kernel's account of it is slow to read, and reports are made often.
         self.page_kind = self._memory.buffer.page_kind if self._memory.buffer else "small"
 
     def alloc(self, nbytes: int, owner: str, *, align: int = 4096) -> Block:
@@ -200,7 +201,7 @@ class Arena:
                 used=self.nbytes - memory.holes.free_bytes,
                 peak=memory.peak,
                 largest_hole=memory.holes.largest,
-                page_kind=memory.buffer.page_kind if memory.buffer else self.page_kind,
+                page_kind=self.page_kind,
                 by_owner=dict(sorted(by_owner.items(), key=lambda item: (-item[1], item[0]))),
             )
 

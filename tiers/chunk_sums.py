@@ -2,6 +2,7 @@
 
 import enum
 from array import array
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -44,6 +45,7 @@ class ChunkSums:
         self.values: array[int] = array("I", bytes(4 * num)) if values is None else values
         self._states = bytearray([ChunkState.ABSENT if values is None else ChunkState.KNOWN]) * num
         self._pieces: dict[int, list[_Piece]] = {}
+        self._announced: Counter[int] = Counter()
 
     def state(self, index: int) -> ChunkState:
         """State of a chunk, counted within the layout."""
@@ -52,6 +54,20 @@ class ChunkSums:
     def chunk_bytes(self, extent: PlaneExtent, chunk: int) -> int:
         """Bytes of a chunk, counted within the plane."""
         return min(self.layout.chunk_bytes, extent.nbytes - chunk * self.layout.chunk_bytes)
+
+    def announce(self, extent: PlaneExtent, offset: int, nbytes: int) -> None:
+        """Note that these bytes are being written and that put() will tell their checksums."""
+        self._announced.update(self._chunks(extent, offset, nbytes))
+
+    def in_doubt(self, index: int) -> bool:
+        """Whether a chunk (counted within the layout) is being written and its checksum is not yet told."""
+        return self._announced[index] > 0
+
+    def _chunks(self, extent: PlaneExtent, offset: int, nbytes: int) -> range:
+        first = extent.first_chunk + offset // self.layout.chunk_bytes
+        return (
+            range(first, extent.first_chunk + -(-(offset + nbytes) // self.layout.chunk_bytes)) if nbytes else range(0)
+        )
 
     def measure(self, extent: PlaneExtent, offset: int, view: memoryview) -> "list[Measured]":
         """Checksums of the pieces of bytes at byte `offset` of a plane; reads them once, changes nothing."""
@@ -67,8 +83,11 @@ class ChunkSums:
         return measured
 
     def put(self, measured: "list[Measured]") -> None:
-        """Note that these pieces were written."""
+        """Note that these pieces, announced before, were written."""
         for piece in measured:
+            self._announced[piece.index] -= 1
+            if self._announced[piece.index] <= 0:
+                del self._announced[piece.index]
             self._note(piece.index, piece.start, piece.end, piece.whole, piece.crc)
 
     def _note(self, index: int, start: int, end: int, whole: int, crc: int) -> None:
@@ -138,6 +157,7 @@ class ChunkSums:
         other = ChunkSums(layout, self.values)
         other._states = self._states
         other._pieces = self._pieces
+        other._announced = self._announced
         return other
 
     def tables(self) -> list[bytes]:

@@ -9,12 +9,35 @@ from typing import Any
 from lamina.aio_native import Handle
 
 
+class FailedStart:
+    """Stands for a transfer that could not even be started, so that its failure is told where all others are."""
+
+    def __init__(self, error: OSError) -> None:
+        self.error = error
+
+    def done(self) -> bool:
+        """True."""
+        return True
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Raises the failure."""
+        raise self.error
+
+
 @dataclass(frozen=True, slots=True)
 class Part:
     """The piece of a transfer that goes to one stripe."""
 
     stripe: int
-    handle: Handle
+    handle: Handle | FailedStart
+
+
+def started(stripe: int, start: Callable[[], Handle]) -> Part:
+    """Start a piece; a failure to start becomes the piece's failure."""
+    try:
+        return Part(stripe, start())
+    except OSError as error:
+        return Part(stripe, FailedStart(error))
 
 
 def as_bytes(buffer: Any) -> memoryview:
@@ -25,7 +48,7 @@ def as_bytes(buffer: Any) -> memoryview:
     return view.cast("B") if view.nbytes else memoryview(b"")
 
 
-def outcome(handle: Handle, timeout: float | None = None) -> OSError | None:
+def outcome(handle: Handle | FailedStart, timeout: float | None = None) -> OSError | None:
     """Wait for a native transfer; its failure, if any, however often it is asked. Raises TimeoutError."""
     try:
         handle.wait(timeout)

@@ -2,11 +2,12 @@
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
-from lamina.aio_native import AsyncIO, File, Priority, Read, Write
+from lamina.aio_native import AsyncIO, File, Handle, Priority, Read, Write
 from lamina.tiers.errors import IntegrityError
 from lamina.tiers.folder import RankFolder
-from lamina.tiers.handle import Part, TransferHandle, outcome
+from lamina.tiers.handle import Part, TransferHandle, outcome, started
 from lamina.tiers.layout import Layout, PlaneExtent, Segment
 from lamina.tiers.manifest import SlotRecord
 from lamina.tiers.wear import Wear
@@ -82,31 +83,40 @@ class Slot:
         return cls(record, layout, files, {stripe: index for stripe, (index, _) in where.items()}, io, wear)
 
     def read(self, extent: PlaneExtent, offset: int, view: memoryview, priority: Priority) -> list[Part]:
-        """Start reading len(view) bytes from byte `offset` of a plane."""
+        """Start reading len(view) bytes from byte `offset` of a plane. Raises ValueError past its end."""
         parts = []
-        for stripe, pieces in _by_stripe(self.layout.segments(extent, offset, len(view))):
-            file = self.files[stripe]
-            requests = [
-                Read(file, view[piece.buffer_offset : piece.buffer_offset + piece.nbytes], piece.file_offset)
-                for piece in pieces
-            ]
-            parts.append(Part(stripe, self._io.submit(requests, priority=priority)))
+        for stripe, pieces in _by_stripe(self._segments(extent, offset, len(view))):
             self._wear.count_read(self.where[stripe], sum(piece.nbytes for piece in pieces))
+            parts.append(started(stripe, partial(self._start_read, self.files[stripe], pieces, view, priority)))
         return parts
 
+    def _segments(self, extent: PlaneExtent, offset: int, nbytes: int) -> list[Segment]:
+        # The extent may be that of files striped otherwise (a transaction moves off a failed path at any time): it
+        # names the plane, where it lies is for this slot's own layout to say.
+        return self.layout.segments(self.layout.extent(extent.shard, extent.plane), offset, nbytes)
+
+    def _start_read(self, file: File, pieces: Sequence[Segment], view: memoryview, priority: Priority) -> Handle:
+        if len(pieces) == 1:
+            (piece,) = pieces
+            return self._io.read(file, _part(view, piece), piece.file_offset, priority=priority)
+        requests = [Read(file, _part(view, piece), piece.file_offset) for piece in pieces]
+        return self._io.submit(requests, priority=priority)
+
     def write(self, extent: PlaneExtent, offset: int, view: memoryview, priority: Priority) -> list[Part]:
-        """Start writing len(view) bytes at byte `offset` of a plane."""
+        """Start writing len(view) bytes at byte `offset` of a plane. Raises ValueError past its end."""
         self.unsynced = True
         parts = []
-        for stripe, pieces in _by_stripe(self.layout.segments(extent, offset, len(view))):
-            file = self.files[stripe]
-            requests = [
-                Write(file, view[piece.buffer_offset : piece.buffer_offset + piece.nbytes], piece.file_offset)
-                for piece in pieces
-            ]
-            parts.append(Part(stripe, self._io.submit(requests, priority=priority)))
+        for stripe, pieces in _by_stripe(self._segments(extent, offset, len(view))):
             self._wear.count_written(self.where[stripe], sum(piece.nbytes for piece in pieces))
+            parts.append(started(stripe, partial(self._start_write, self.files[stripe], pieces, view, priority)))
         return parts
+
+    def _start_write(self, file: File, pieces: Sequence[Segment], view: memoryview, priority: Priority) -> Handle:
+        if len(pieces) == 1:
+            (piece,) = pieces
+            return self._io.write(file, _part(view, piece), piece.file_offset, priority=priority)
+        requests = [Write(file, _part(view, piece), piece.file_offset) for piece in pieces]
+        return self._io.submit(requests, priority=priority)
 
     def write_tables(self, tables: Sequence[bytes]) -> list[Part]:
         """Start writing each stripe's checksum table. The tables must stay alive until the parts are done."""
@@ -115,7 +125,7 @@ class Slot:
         for stripe, file in self.files.items():
             if tables[stripe]:
                 offset = self.layout.sums_offsets[stripe]
-                parts.append(Part(stripe, self._io.write(file, memoryview(tables[stripe]), offset)))
+                parts.append(started(stripe, partial(self._io.write, file, memoryview(tables[stripe]), offset)))
                 self._wear.count_written(self.where[stripe], len(tables[stripe]))
         return parts
 
@@ -131,13 +141,13 @@ class Slot:
 
     def sync(self) -> list[Part]:
         """Start making the files' data durable."""
-        return [Part(stripe, self._io.fsync(file)) for stripe, file in self.files.items()]
+        return [started(stripe, partial(self._io.fsync, file)) for stripe, file in self.files.items()]
 
-    def make_durable(self) -> None:
-        """Wait until everything written is durable. Raises OSError."""
-        if self.unsynced:
-            finish(self.sync())
-            self.unsynced = False
+    def make_durable(self) -> tuple[int, OSError] | None:
+        """Wait until everything written is durable; the stripe that failed and why, if one did."""
+        failure = first_failure(self.sync()) if self.unsynced else None
+        self.unsynced = failure is not None
+        return failure
 
     def linked_elsewhere(self) -> bool:
         """Whether a file has another name, that of a checkpoint: then it must never be written again."""
@@ -219,6 +229,10 @@ def check_length(path: str, nbytes: int) -> None:
         )
 
 
+def _part(view: memoryview, piece: Segment) -> memoryview:
+    return view[piece.buffer_offset : piece.buffer_offset + piece.nbytes]
+
+
 def _by_stripe(segments: Sequence[Segment]) -> list[tuple[int, list[Segment]]]:
     stripes: dict[int, list[Segment]] = {}
     for segment in segments:
@@ -226,8 +240,7 @@ def _by_stripe(segments: Sequence[Segment]) -> list[tuple[int, list[Segment]]]:
     return list(stripes.items())
 
 
-def finish(parts: Sequence[Part]) -> None:
-    """Wait for all parts; raise the first failure when none is in flight any more."""
-    failures = [error for part in parts if (error := outcome(part.handle)) is not None]
-    if failures:
-        raise failures[0]
+def first_failure(parts: Sequence[Part]) -> tuple[int, OSError] | None:
+    """Wait for all parts; the first stripe that failed and why, or None."""
+    failures = [(part.stripe, error) for part in parts if (error := outcome(part.handle)) is not None]
+    return failures[0] if failures else None

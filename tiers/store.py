@@ -55,6 +55,7 @@ class GenerationStore:
         self._transaction: Transaction | None = None
         self._pins: list[PinnedGeneration] = []
         self._torn = False
+        self._doubt = ""
         self._closed = False
         self._frozen_names = frozenset(shard.name for shard in pool.frozen_shards)
 
@@ -289,7 +290,11 @@ class GenerationStore:
             self._pool.save(manifest)
         except OSError as error:
             path = os.path.join(self._pool.folders[self._pool.home].path, MANIFEST_NAME)
-            found = read_manifest(path)
+            try:
+                found = read_manifest(path)
+            except (OSError, StoreError) as second:
+                self._doubt = f"{path} could neither be written ({error}) nor read ({second})"
+                raise fault(error, f"writing {path}") from second
             if found is None or found.to_bytes() != manifest.to_bytes():
                 raise fault(error, f"writing {path}") from error
             self._pool.manifest = manifest
@@ -326,11 +331,9 @@ class GenerationStore:
             frozen = manifest.frozen and replace(manifest.frozen, durable=True)
             stems = [record.slot.stem, *([frozen.slot.stem] if frozen else [])]
             sources = [(self._pool.slots[stem], self._sums[stem]) for stem in stems]
-            try:
-                for slot, _ in sources:
-                    slot.make_durable()
-            except OSError as error:
-                raise fault(error, "making a generation durable") from error
+            for slot, _ in sources:
+                if (failure := slot.make_durable()) is not None:
+                    raise fault(failure[1], "making a generation durable") from failure[1]
             pinned_manifest = manifest.with_(
                 committed=(record,),
                 frozen=frozen,
@@ -421,6 +424,10 @@ class GenerationStore:
     def _require_open(self) -> None:
         if self._closed:
             raise StoreError("the store is closed: open it again")
+        if self._doubt:
+            raise StoreError(
+                f"{self._doubt}, so it is not known which generation counts: close this store, open it again"
+            )
         if self._torn and self._transaction is None:
             raise StoreError(
                 "an in-place update was cut (generations: 1), so the state is a mixture of two steps: "

@@ -67,7 +67,7 @@ def check_chunks(slot: Slot, sums: ChunkSums, extent: PlaneExtent, offset: int, 
 
 def damage(slot: Slot, extent: PlaneExtent, chunk: int, expected: int, found: int, what: str) -> IntegrityError:
     """The error for a chunk that is not what was written."""
-    stripe, offset = slot.layout.chunk_place(extent, chunk)
+    stripe, offset = slot.layout.chunk_place(slot.layout.extent(extent.shard, extent.plane), chunk)
     path = str(slot.files[stripe].path) if stripe in slot.files else slot.record.names()[stripe]
     return IntegrityError(
         f"{path}: chunk {chunk} of {extent.title} ({what}) at offset {offset:,} is damaged: CRC32C expected "

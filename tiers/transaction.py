@@ -11,8 +11,9 @@ from lamina.aio_native import Priority
 from lamina.tiers.chunk_sums import ChunkState, ChunkSums
 from lamina.tiers.errors import StorageFault, StoreError
 from lamina.tiers.handle import Part, TransferHandle, as_bytes
-from lamina.tiers.layout import ALIGN, PlaneExtent, align_up
-from lamina.tiers.slot import Slot, finish
+from lamina.tiers.layout import PlaneExtent
+from lamina.tiers.pending import PendingWrite, PendingWrites
+from lamina.tiers.slot import Slot, first_failure
 from lamina.tiers.stream import Piece, Scratch, check_chunks, cut, pump, reader
 from lamina.tiers.tier import Plane
 
@@ -64,26 +65,6 @@ class Owner(Protocol):
         """The transaction has ended."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Write:
-    target: Target
-    extent: PlaneExtent
-    offset: int
-    nbytes: int
-    handle: TransferHandle
-
-    def covers(self, extent: PlaneExtent, offset: int, nbytes: int) -> bool:
-        """Whether it writes all of these bytes."""
-        same = self.extent.shard == extent.shard and self.extent.plane == extent.plane
-        return same and self.offset <= offset and offset + nbytes <= self.offset + self.nbytes
-
-    def touches(self, extent: PlaneExtent, offset: int, nbytes: int) -> bool:
-        """Whether the two share a 4096-byte block (a direct write of part of one rewrites all of it)."""
-        begin, end = self.offset - self.offset % ALIGN, align_up(self.offset + self.nbytes)
-        same = self.extent.shard == extent.shard and self.extent.plane == extent.plane
-        return same and begin < align_up(offset + nbytes) and offset - offset % ALIGN < end
-
-
 class Transaction:
     """Writes the next generation out of place. Made by GenerationStore.begin(); thread safe.
 
@@ -109,7 +90,7 @@ class Transaction:
         self._source = source
         self._frozen_names = frozen_names
         self._verify = verify
-        self._pending: list[_Write] = []
+        self._pending = PendingWrites()
         self._lock = threading.RLock()
 
     def write(
@@ -155,7 +136,7 @@ class Transaction:
                     "this "
                     "transaction: write them, call copy_rest(), or read the current generation from the store"
                 )
-            self._settle(write for write in self._pending if write.touches(extent, offset, len(view)))
+            self._settle(self._pending.touching(extent, offset, len(view)))
             parts = target.slot.read(extent, offset, view, priority)
             return target.slot.track(TransferHandle(parts, view))
 
@@ -216,7 +197,7 @@ class Transaction:
         """
         with self._lock:
             self._require_open()
-            self._settle(list(self._pending))
+            self._settle(self._pending.all())
             missing = self.missing()
             if missing:
                 more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
@@ -234,7 +215,7 @@ class Transaction:
         """Drop what was written; harmless when repeated or after commit()."""
         with self._lock:
             if self.state is TransactionState.OPEN:
-                for write in self._pending:
+                for write in self._pending.all():
                     write.handle.drain()
                 self._end(TransactionState.ABORTED)
 
@@ -245,7 +226,7 @@ class Transaction:
         self.abort()
 
     def _end(self, state: TransactionState) -> None:
-        self._pending = []
+        self._pending = PendingWrites()
         self.state = state
         self._owner.closed(state, self._targets())
 
@@ -269,11 +250,12 @@ class Transaction:
         """Put a write under way. The lock is held."""
         target.slot.layout.check_range(extent, offset, len(view))
         self._reap()
-        self._settle(write for write in list(self._pending) if write.touches(extent, offset, len(view)))
+        self._settle(self._pending.touching(extent, offset, len(view)))
         if not target.dirty:
             self._owner.first_write(target)
             target.dirty = True
 
+        target.sums.announce(extent, offset, len(view))
         started_in = target.slot
 
         def rescue(stripe: int, error: OSError) -> list[Part]:
@@ -286,19 +268,18 @@ class Transaction:
 
         parts = started_in.write(extent, offset, view, priority)
         handle = TransferHandle(parts, view, rescue=rescue, lock=self._lock)
-        self._pending.append(_Write(target, extent, offset, len(view), handle))
+        self._pending.add(PendingWrite(target.slot.record.is_frozen, extent, offset, len(view), handle))
         return handle
 
     def _reap(self) -> None:
         """Let go of writes that are done; a failed one is rescued or raises."""
-        while self._pending and self._pending[0].handle.done():
-            self._settle([self._pending[0]])
+        while (oldest := self._pending.oldest()) is not None and oldest.handle.done():
+            self._settle([oldest])
 
-    def _settle(self, writes: Iterable[_Write]) -> None:
-        for write in list(writes):
+    def _settle(self, writes: Iterable[PendingWrite]) -> None:
+        for write in writes:
             write.handle.wait()
-            if write in self._pending:
-                self._pending.remove(write)
+            self._pending.remove(write)
 
     def _finish_target(self, target: Target, durable: bool) -> None:
         """Checksums that overlapping writes hid, the checksum tables, and durability."""
@@ -315,13 +296,15 @@ class Transaction:
                     target.sums.recompute(piece.extent, piece.offset // chunk_bytes, view)
 
                 pump(reader(target.slot), cut(stale, chunk_bytes, chunk_bytes), scratch, settle)
+        while (failure := self._seal(target, durable)) is not None:
+            self._replan(target, *failure)
+
+    @staticmethod
+    def _seal(target: Target, durable: bool) -> tuple[int, OSError] | None:
+        """Write the checksum tables and (durable) sync; the stripe that failed and why, if one did."""
         tables = target.sums.tables()
-        try:
-            finish(target.slot.write_tables(tables))
-            if durable:
-                target.slot.make_durable()
-        except OSError as error:
-            raise fault(error, "the checksums or the durability of a generation") from error
+        failure = first_failure(target.slot.write_tables(tables))
+        return failure if failure or not durable else target.slot.make_durable()
 
     def _replan(self, target: Target, stripe: int, error: OSError) -> None:
         """A path failed: move what was written to files on the other paths, and go on there.
@@ -330,7 +313,7 @@ class Transaction:
         """
         if target.in_place:
             raise fault(error, "an in-place write (generations: 1), which cannot move to another path,")
-        writes = [write for write in self._pending if write.target is target]
+        writes = [write for write in self._pending.all() if write.frozen == target.slot.record.is_frozen]
         for write in writes:
             write.handle.drain()
         lost = [write for write in writes if write.handle.failed()]
@@ -345,7 +328,7 @@ class Transaction:
         self._owner.discard_slot(old)
 
 
-def move(old: Slot, new: Slot, sums: ChunkSums, lost: Sequence[_Write]) -> None:
+def move(old: Slot, new: Slot, sums: ChunkSums, lost: Sequence[PendingWrite]) -> None:
     """Copy what is written of one slot to another with other stripes, checking it; `lost` bytes are left out.
 
     Bytes that nobody wrote may be copied along: they are written before a commit, or there is none.
@@ -361,7 +344,7 @@ def move(old: Slot, new: Slot, sums: ChunkSums, lost: Sequence[_Write]) -> None:
         (extent, chunk * chunk_bytes, sums.chunk_bytes(extent, chunk))
         for extent in old.layout.extents.values()
         for chunk in range(extent.num_chunks)
-        if sums.state(extent.first_chunk + chunk) != ChunkState.ABSENT
+        if (sums.state(extent.first_chunk + chunk) != ChunkState.ABSENT or sums.in_doubt(extent.first_chunk + chunk))
         and not (
             extent.first_chunk + chunk in bad
             and any(write.covers(extent, chunk * chunk_bytes, sums.chunk_bytes(extent, chunk)) for write in lost)
@@ -370,7 +353,7 @@ def move(old: Slot, new: Slot, sums: ChunkSums, lost: Sequence[_Write]) -> None:
 
     def sink(piece: Piece, view: memoryview) -> TransferHandle:
         index = piece.extent.first_chunk + piece.offset // chunk_bytes
-        if index not in bad and sums.state(index) is ChunkState.KNOWN:
+        if index not in bad and sums.state(index) is ChunkState.KNOWN and not sums.in_doubt(index):
             check_chunks(old, sums, piece.extent, piece.offset, view, "a generation being written")
         extent = new.layout.extent(piece.extent.shard, piece.extent.plane)
         return TransferHandle(new.write(extent, piece.offset, view, Priority.WRITE_BACK), view)
