@@ -1,0 +1,34 @@
+"""What users import: initialize(), the config, training, checkpoints, metrics, the planner.
+
+Names are loaded when first used, so that the planner and the config can be imported without torch.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .building import initialize
+    from .config import ConfigError, EngineConfig
+    from .metrics import StepMetrics
+    from .training import TrainingEngine
+
+__all__ = ["ConfigError", "EngineConfig", "StepMetrics", "TrainingEngine", "initialize"]
+
+_HOMES = {
+    "ConfigError": ".config",
+    "EngineConfig": ".config",
+    "StepMetrics": ".metrics",
+    "TrainingEngine": ".training",
+    "initialize": ".building",
+}
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(home, __name__), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,73 @@
+"""What a step cost: times, bytes and bandwidths of links, peaks of tiers, and how far from the bound it was."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepMetrics:
+    """The last optimizer step of one rank. Times in seconds, sizes in bytes, bandwidths in GB/s (1e9).
+
+    ``forward_s`` and ``backward_s`` include stalls. ``update_s`` is the time after the backward pass until every
+    sub-group was updated and written; ``commit_s`` the time to make the generation current. ``lower_bound_s`` is explained in
+    ``lower_bound``.
+    """
+
+    step: int
+    step_s: float
+    forward_s: float
+    backward_s: float
+    update_s: float
+    commit_s: float
+    stalled_s: Mapping[str, float] = field(default_factory=dict)  # by link
+    link_bytes: Mapping[str, int] = field(default_factory=dict)
+    link_gbps: Mapping[str, float] = field(default_factory=dict)  # bytes over the whole step's time
+    communication_share: float = 0.0
+    peak_bytes: Mapping[str, int] = field(default_factory=dict)  # by tier
+    nvme_written_bytes: int = 0  # since the start: the drive's wear
+    lower_bound_s: float = 0.0
+    grad_norm: float = 0.0
+    lr: float = 0.0
+    loss_scale: float = 1.0
+    skipped: bool = False
+
+    @property
+    def lower_bound_ratio(self) -> float:
+        """Step time over its lower bound; 0 when no bound is known."""
+        return self.step_s / self.lower_bound_s if self.lower_bound_s else 0.0
+
+    @property
+    def stalled_share(self) -> float:
+        """Share of the step that the training thread waited for a link."""
+        return min(1.0, sum(self.stalled_s.values()) / self.step_s) if self.step_s else 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data for JSON, the two ratios included."""
+        return asdict(self) | {
+            "lower_bound_ratio": self.lower_bound_ratio,
+            "stalled_share": self.stalled_share,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepCosts:
+    """What a step's channels had to do; all times in seconds, of one rank."""
+
+    compute_s: float  # forward and backward without stalls
+    adam_s: float
+    forward_backward_io_s: float  # bytes over measured bandwidth
+    update_io_s: float
+
+
+def lower_bound(costs: StepCosts, *, barrier: bool, shared_cores: bool) -> float:
+    """Least time of a step (DESIGN, one training step).
+
+    With an update barrier: the slowest channel of forward and backward, plus the slowest of the update. Without: the
+    slowest channel over all. ``shared_cores``: Adam and the model compute on the same cores, so their times add up.
+    """
+    if barrier:
+        return max(costs.compute_s, costs.forward_backward_io_s) + max(costs.adam_s, costs.update_io_s)
+    io = costs.forward_backward_io_s + costs.update_io_s
+    compute = costs.compute_s + costs.adam_s if shared_cores else max(costs.compute_s, costs.adam_s)
+    return max(compute, io)

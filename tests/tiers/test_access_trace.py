@@ -1,0 +1,71 @@
+"""The trace is recorded in the first step, followed afterwards, and replaced only when deviations last."""
+
+from lamina.tiers import TraceCursor
+
+
+def run_step(cursor: TraceCursor, groups: list[int]) -> bool:
+    for group in groups:
+        cursor.observe(group, compute_s=0.5)
+    deviant = cursor.deviant
+    cursor.end_step()
+    return deviant
+
+
+def order(cursor: TraceCursor) -> list[int]:
+    return [access.group for access in cursor.recorded]
+
+
+def test_the_first_step_is_recorded_with_its_compute_times() -> None:
+    cursor = TraceCursor()
+    assert not cursor.known
+    run_step(cursor, [0, 1, 2, 1, 0])
+    assert order(cursor) == [0, 1, 2, 1, 0]
+    assert [access.compute_s for access in cursor.recorded] == [0.5, 0.5, 0.5, 0.5, 0.0]
+
+
+def test_upcoming_looks_into_the_next_step() -> None:
+    cursor = TraceCursor()
+    run_step(cursor, [0, 1, 2])
+    assert cursor.upcoming(3) == [0, 1, 2]
+    cursor.observe(0)
+    cursor.observe(1)
+    assert cursor.upcoming(3) == [2, 0, 1]
+    assert cursor.upcoming(100) == [2, 0, 1]
+
+
+def test_a_skipped_group_is_a_deviation_and_the_cursor_finds_its_way_back() -> None:
+    cursor = TraceCursor()
+    run_step(cursor, [0, 1, 2, 3])
+    cursor.observe(0)
+    cursor.observe(2)
+    assert cursor.deviant
+    assert cursor.upcoming(1) == [3]
+
+
+def test_one_odd_step_keeps_the_trace_two_replace_it() -> None:
+    cursor = TraceCursor()
+    run_step(cursor, [0, 1, 2])
+    assert run_step(cursor, [0, 2])
+    assert order(cursor) == [0, 1, 2]
+    assert run_step(cursor, [0, 2])
+    assert order(cursor) == [0, 2]
+    assert not run_step(cursor, [0, 2])
+
+
+def test_a_step_that_ends_early_counts_as_odd() -> None:
+    cursor = TraceCursor()
+    run_step(cursor, [0, 1, 2])
+    run_step(cursor, [0, 1])
+    run_step(cursor, [0, 1, 2])
+    run_step(cursor, [0, 1])
+    assert order(cursor) == [0, 1, 2], "odd steps that do not follow each other leave the trace alone"
+    run_step(cursor, [0, 1])
+    assert order(cursor) == [0, 1]
+
+
+def test_a_step_without_accesses_changes_nothing() -> None:
+    cursor = TraceCursor()
+    run_step(cursor, [0, 1])
+    run_step(cursor, [])
+    run_step(cursor, [])
+    assert order(cursor) == [0, 1]

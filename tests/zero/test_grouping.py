@@ -1,0 +1,68 @@
+"""Param groups: every parameter in exactly one, blocks apart, tiny ones joined, huge ones split."""
+
+import torch
+from torch import nn
+
+from lamina.zero.grouping import find_groups
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first = nn.Linear(width, width)
+        self.second = nn.Linear(width, width)
+
+
+class Model(nn.Module):
+    def __init__(self, width: int = 64, blocks: int = 3) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(100, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
+        self.head = nn.Linear(width, 100, bias=False)
+
+
+def names(model: nn.Module, **options: int) -> dict[str, list[str]]:
+    return {group.name: [name for name, _ in group.parameters] for group in find_groups(model, **options)}
+
+
+def test_blocks_are_groups_and_the_rest_is_the_root_group() -> None:
+    groups = names(Model(), tiny_numel=1)
+    assert list(groups) == ["(root)", "blocks.0", "blocks.1", "blocks.2"]
+    assert groups["(root)"] == ["embed.weight", "head.weight"]
+    assert groups["blocks.1"] == [
+        f"blocks.1.{part}.{kind}" for part in ("first", "second") for kind in ("weight", "bias")
+    ]
+
+
+def test_a_tied_weight_is_in_one_group_only() -> None:
+    model = Model()
+    model.head.weight = model.embed.weight
+    groups = find_groups(model, tiny_numel=1)
+    everything = [id(parameter) for group in groups for _, parameter in group.parameters]
+    assert len(everything) == len(set(everything)) == len(list(model.parameters()))
+
+
+def test_large_modules_outside_the_blocks_are_groups_of_their_own() -> None:
+    groups = names(Model(), tiny_numel=1, large_numel=6400)
+    assert groups["embed"] == ["embed.weight"]
+    assert groups["head"] == ["head.weight"]
+
+
+def test_tiny_neighbours_are_joined() -> None:
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(6)))
+    assert [len(members) for members in names(model, tiny_numel=1 << 14).values()] == [12]
+    assert [len(members) for members in names(model, tiny_numel=1).values()] == [2] * 6
+
+
+def test_huge_blocks_are_split_along_their_children() -> None:
+    groups = names(Model(), tiny_numel=1, huge_numel=5000)
+    assert "blocks.0.first" in groups
+    assert "blocks.0.second" in groups
+
+
+def test_every_parameter_of_a_mixed_module_is_found_once() -> None:
+    model = Model()
+    model.register_parameter("scale", nn.Parameter(torch.ones(())))
+    model.register_parameter("empty", nn.Parameter(torch.ones(0, 8)))
+    grouped = [name for group in find_groups(model) for name, _ in group.parameters]
+    assert sorted(grouped) == sorted(name for name, _ in model.named_parameters())

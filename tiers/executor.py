@@ -1,0 +1,261 @@
+"""Carries groups into the device tier and out again, as the scheduler decides, and measures what it cost.
+
+Mechanism only: which group to fetch or evict is decided in scheduler.py. The executor is used from the thread that
+runs forward and backward; transfers run in the native layer.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from lamina.aio_native import Priority
+
+from .arena import Arena, Block
+from .errors import BudgetError
+from .plan import Verb
+from .residency import Residency
+from .scheduler import DeviceState, Scheduler
+from .spans import Spans
+from .trace import TraceCursor
+
+
+class Transfer(Protocol):
+    """A fetch under way; owns what it fills until ``wait`` returns."""
+
+    def wait(self) -> None: ...
+
+
+class Source(Protocol):
+    """A group's home, from which it can be fetched any number of times."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def start(self, block: Block, priority: Priority) -> Transfer | None:
+        """Begin filling ``block``; None when that cannot begin now (no staging memory) and it was no demand."""
+
+    def bind(self, block: Block) -> None:
+        """The block is filled: let the parameters point into it."""
+
+    def unbind(self) -> None:
+        """Let go of every reference into the block."""
+
+
+@dataclass(kw_only=True)
+class ExecutorCounters:
+    """What has happened since the counters were last taken."""
+
+    stalled_s: float = 0.0
+    fetches: int = 0
+    demand_fetches: int = 0
+    fetched_bytes: int = 0
+    evictions: int = 0
+    deviations: int = 0
+
+
+@dataclass(kw_only=True)
+class _Seat:
+    """One group's place in the device tier."""
+
+    residency: Residency = Residency.ABSENT
+    block: Block | None = None
+    transfer: Transfer | None = None
+    pins: int = 0
+
+
+@dataclass(kw_only=True)
+class Executor:
+    """Keeps groups resident while they are used and prefetches along the trace.
+
+    ``acquire`` returns once the group's parameters are usable. ``pin`` keeps it from being evicted until the same
+    number of ``unpin``. The group that was acquired last is never evicted either.
+    """
+
+    arena: Arena
+    sources: Sequence[Source]
+    lookahead: int
+    spans: Spans
+    trace: TraceCursor = field(default_factory=TraceCursor)
+    counters: ExecutorCounters = field(default_factory=ExecutorCounters)
+
+    def __post_init__(self) -> None:
+        self._seats = [_Seat() for _ in self.sources]
+        self._scheduler = Scheduler(sizes=[source.nbytes for source in self.sources], lookahead=self.lookahead)
+        self._current = -1
+        self._compute_since = time.perf_counter()
+        self._held_open = False
+
+    # -- use ---------------------------------------------------------------------------------------------------
+
+    def acquire(self, index: int) -> None:
+        """Make the group usable, waiting for it if need be; then prefetch what comes next."""
+        seat = self._seats[index]
+        if index == self._current and seat.residency is Residency.RESIDENT:
+            return
+        now = time.perf_counter()
+        self.trace.observe(index, now - self._compute_since)
+        self._current = index
+        if seat.residency is not Residency.RESIDENT:
+            self._make_resident(index)
+        self._prefetch()
+        self._compute_since = time.perf_counter()
+
+    def pin(self, index: int) -> None:
+        self.acquire(index)
+        self._seats[index].pins += 1
+
+    def unpin(self, index: int) -> None:
+        seat = self._seats[index]
+        if seat.pins == 0:
+            raise RuntimeError(f"{self.sources[index].name} is released more often than it was used")
+        seat.pins -= 1
+
+    def is_resident(self, index: int) -> bool:
+        return self._seats[index].residency is Residency.RESIDENT
+
+    def block_of(self, index: int) -> Block | None:
+        """The block of a resident group, else None."""
+        seat = self._seats[index]
+        return seat.block if seat.residency is Residency.RESIDENT else None
+
+    # -- the life of a step --------------------------------------------------------------------------------------
+
+    def invalidate(self) -> None:
+        """Drop every fetched copy: the homes hold newer values. Waits for transfers under way."""
+        for index, seat in enumerate(self._seats):
+            if seat.residency is Residency.FETCHING:
+                self._arrive(index)
+            if seat.residency is Residency.RESIDENT:
+                if seat.pins:
+                    raise RuntimeError(f"{self.sources[index].name} is in use and cannot be dropped")
+                self._evict(index)
+        self._current = -1
+
+    def end_step(self) -> None:
+        """Close the step's trace, drop the stale copies and begin to fetch for the next step."""
+        self.invalidate()
+        self.counters.deviations += self.trace.deviant
+        self.trace.end_step()
+        self._prefetch()
+        self._compute_since = time.perf_counter()
+
+    def take_counters(self) -> ExecutorCounters:
+        taken, self.counters = self.counters, ExecutorCounters()
+        return taken
+
+    def close(self) -> None:
+        for seat in self._seats:
+            seat.pins = 0
+        self.invalidate()
+
+    # -- mechanism ---------------------------------------------------------------------------------------------------
+
+    def _state(self) -> DeviceState:
+        held, busy = {}, set()
+        for index, seat in enumerate(self._seats):
+            if seat.block is not None:
+                held[index] = seat.block.nbytes
+                if seat.pins or seat.residency is Residency.FETCHING or index == self._current:
+                    busy.add(index)
+        return DeviceState(held=held, busy=busy, capacity_bytes=self.arena.nbytes)
+
+    def _prefetch(self) -> None:
+        upcoming = self.trace.upcoming(len(self.trace.recorded))
+        if not upcoming:
+            return
+        for action in self._scheduler.prefetch(self._state(), upcoming):
+            if action.verb is Verb.EVICT:
+                self._evict(action.group)
+            else:
+                block = self.arena.try_alloc(self.sources[action.group].nbytes, self.sources[action.group].name)
+                if block is None or not self._start(action.group, block, Priority.PREFETCH):
+                    return  # fragmented, or no staging memory: the demand will come and wait
+
+    def _make_resident(self, index: int) -> None:
+        seat = self._seats[index]
+        began = time.perf_counter()
+        if seat.residency is Residency.ABSENT:
+            self.counters.demand_fetches += 1
+            self._start(index, self._room_for(index), Priority.DEMAND)
+        self._arrive(index)
+        ended = time.perf_counter()
+        self.counters.stalled_s += ended - began
+        self.spans.add("stall", self.sources[index].name, began, ended)
+
+    def _start(self, index: int, block: Block, priority: Priority) -> bool:
+        seat, source = self._seats[index], self.sources[index]
+        transfer = source.start(block, priority)
+        if transfer is None:
+            block.free()
+            return False
+        seat.residency = seat.residency.fetch()
+        seat.block, seat.transfer = block, transfer
+        self.counters.fetches += 1
+        self.counters.fetched_bytes += source.nbytes
+        return True
+
+    def _arrive(self, index: int) -> None:
+        seat, source = self._seats[index], self.sources[index]
+        transfer, block = seat.transfer, seat.block
+        if transfer is None or block is None:
+            raise RuntimeError(f"{source.name} is not being fetched")
+        seat.transfer = None
+        try:
+            transfer.wait()
+        except BaseException:
+            seat.residency = seat.residency.fail()
+            seat.block = None
+            block.free()
+            raise
+        seat.residency = seat.residency.arrive()
+        source.bind(block)
+
+    def _evict(self, index: int) -> None:
+        seat = self._seats[index]
+        seat.residency = seat.residency.evict()
+        block, seat.block = seat.block, None
+        self.sources[index].unbind()
+        if block is not None:
+            block.free()
+        self.counters.evictions += 1
+
+    def _room_for(self, index: int) -> Block:
+        """A block for a demanded group: evicts idle groups, furthest next use first, until one fits."""
+        source = self.sources[index]
+        upcoming = self.trace.upcoming(len(self.trace.recorded))
+        while True:
+            block = self.arena.try_alloc(source.nbytes, source.name)
+            if block is not None:
+                return block
+            state = self._state()
+            idle = [group for group in state.held if group not in state.busy]
+            if idle:
+                self._evict(max(idle, key=lambda group: (_distance(upcoming, group), group)))
+                continue
+            waiting = [i for i, seat in enumerate(self._seats) if seat.residency is Residency.FETCHING]
+            if not waiting:
+                raise self._refusal(source)
+            for group in waiting:  # a prefetch came too early: let it land, then it can be evicted
+                self._arrive(group)
+
+    def _refusal(self, source: Source) -> BudgetError:
+        in_use = [self.sources[i].name for i, seat in enumerate(self._seats) if seat.pins]
+        return BudgetError(
+            f"{self.arena.tier} arena: {source.name} wants {source.nbytes:,} bytes of a window of {self.arena.nbytes:,}, of "
+            f"which {self.arena.free_bytes:,} are free (largest hole {self.arena.largest_hole:,}), and nothing else can be "
+            f"evicted: in use are {', '.join(in_use) or 'no groups, but tensors over evicted ones are still held'}. "
+            f"Raise tiers.{self.arena.tier}_bytes",
+            owner=source.name,
+            wanted=source.nbytes,
+            free=self.arena.free_bytes,
+            budget=self.arena.nbytes,
+            largest=self.arena.largest_hole,
+        )
+
+
+def _distance(upcoming: Sequence[int], group: int) -> int:
+    return upcoming.index(group) if group in upcoming else len(upcoming)

@@ -1,0 +1,322 @@
+"""Which tier is home to what: a pure function of sizes, budgets and wishes.
+
+Everything starts on the slowest tier that is allowed and is moved up while budgets allow, in the order of what a byte
+of memory saves per step: parameters first (each byte kept saves three reads: forward, backward, update), then whole
+optimizer states (a read and a write). Fractions are a matter of whole segments here.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from .tier import Tier
+
+ALIGN = 4096
+
+
+class PlacementError(ValueError):
+    """The budgets cannot work; the message shows the sum and the least that would."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SegmentSize:
+    """One segment's sizes in elements and bytes per element.
+
+    ``state_itemsizes`` are those of the planes that its optimizer keeps besides ``param`` (none when frozen);
+    ``grad_itemsize`` is that of the gradient plane (0 when frozen). ``full_numel`` is the whole flat layout,
+    ``shard_numel`` this rank's part. ``group`` is the index of the group that is fetched as a whole.
+    """
+
+    name: str
+    group: int
+    full_numel: int
+    shard_numel: int
+    param_itemsize: int
+    state_itemsizes: tuple[int, ...]
+    grad_itemsize: int
+    block: bool = True  # False: outside the blocks; its gradient stays open through the whole backward pass
+
+    @property
+    def trained(self) -> bool:
+        return bool(self.state_itemsizes)
+
+    @property
+    def update_itemsize(self) -> int:
+        """Bytes per element that pass through an update buffer; 0 when frozen."""
+        return self.param_itemsize + sum(self.state_itemsizes) if self.trained else 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budgets:
+    """Limits in bytes; None means as much as is needed."""
+
+    device_bytes: int | None = None
+    host_bytes: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wishes:
+    """What the configuration pins. Tiers are listed fastest first; the last one is where nothing needs to fit."""
+
+    param_tiers: tuple[Tier, ...] = (Tier.DEVICE, Tier.HOST, Tier.NVME)
+    state_tiers: tuple[Tier, ...] = (Tier.HOST, Tier.NVME)
+    overlap_update: bool = False  # gradients are used up as they come, where the state is on NVMe
+    sub_group_numel: int = 1 << 30  # elements updated at a time, at most
+    chunk_numel: int = 1 << 19  # sub-groups are cut at multiples of this many elements
+    staging_count: int = 3
+    retain_gradients: bool = False
+    host_in_place: bool = True  # compute can use host memory directly (no GPU, one rank)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Home:
+    """Where one segment lives between uses: its parameters, and all that its optimizer keeps."""
+
+    param: Tier
+    state: Tier
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """The outcome. All sizes in bytes of this rank."""
+
+    homes: Mapping[str, Home]
+    device_items: Mapping[str, int]
+    host_items: Mapping[str, int]
+    nvme_items: Mapping[str, int]
+    sub_group_numel: int
+    staging_count: int
+    reasons: Sequence[str] = field(default_factory=tuple)
+
+    @property
+    def device_bytes(self) -> int:
+        return sum(self.device_items.values())
+
+    @property
+    def host_bytes(self) -> int:
+        return sum(self.host_items.values())
+
+    @property
+    def nvme_bytes(self) -> int:
+        return sum(self.nvme_items.values())
+
+
+def _up(nbytes: int) -> int:
+    return -(-nbytes // ALIGN) * ALIGN
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Planner:
+    segments: Sequence[SegmentSize]
+    budgets: Budgets
+    wishes: Wishes
+    generations: int
+
+    # -- what an assignment needs --------------------------------------------------------------------------------
+
+    def streamed(self, homes: Mapping[str, Home]) -> list[SegmentSize]:
+        """Segments whose parameters are fetched for use."""
+        in_place = (Tier.DEVICE, Tier.HOST) if self.wishes.host_in_place else (Tier.DEVICE,)
+        return [s for s in self.segments if homes[s.name].param not in in_place]
+
+    def window_sizes(self, homes: Mapping[str, Home]) -> list[int]:
+        """Bytes of each group's fetched parameters, largest first."""
+        groups: dict[int, int] = {}
+        for s in self.streamed(homes):
+            groups[s.group] = groups.get(s.group, 0) + _up(s.full_numel * s.param_itemsize)
+        return sorted(groups.values(), reverse=True)
+
+    def device_items(self, homes: Mapping[str, Home], window_groups: int) -> dict[str, int]:
+        resident = sum(
+            _up(s.full_numel * s.param_itemsize) for s in self.segments if homes[s.name].param is Tier.DEVICE
+        )
+        states = sum(self._state_bytes(s) for s in self.segments if homes[s.name].state is Tier.DEVICE)
+        window = sum(self.window_sizes(homes)[:window_groups])
+        return _present(
+            {"resident parameters": resident, "optimizer state": states, "window of fetched groups": window}
+        )
+
+    def host_items(self, homes: Mapping[str, Home], staging: int) -> dict[str, int]:
+        resident = sum(_up(s.full_numel * s.param_itemsize) for s in self.segments if homes[s.name].param is Tier.HOST)
+        states = sum(self._state_bytes(s) for s in self.segments if homes[s.name].state is Tier.HOST)
+        return _present(
+            {
+                "resident parameters": resident,
+                "optimizer state": states,
+                "gradients": self.gradient_bytes(homes),
+                "update buffers": staging if self.updates_stream(homes) else 0,
+            }
+        )
+
+    def nvme_items(self, homes: Mapping[str, Home]) -> dict[str, int]:
+        generations = frozen = 0
+        for s in self.segments:
+            home = homes[s.name]
+            if not s.trained:
+                frozen += _up(s.shard_numel * s.param_itemsize) if home.param is Tier.NVME else 0
+            elif home.state is Tier.NVME:
+                generations += _up(s.shard_numel * s.param_itemsize) + self._state_bytes(s)
+            elif home.param is Tier.NVME:
+                generations += _up(s.shard_numel * s.param_itemsize)
+        return _present(
+            {f"{self.generations} generations": generations * self.generations, "frozen parameters": frozen}
+        )
+
+    def updates_stream(self, homes: Mapping[str, Home]) -> bool:
+        return any(s.trained and Tier.NVME in (homes[s.name].state, homes[s.name].param) for s in self.segments)
+
+    def gradient_bytes(self, homes: Mapping[str, Home]) -> int:
+        """All gradients; or, where they are used up as they come, what is open at one time."""
+        kept, open_blocks, open_rest = 0, [0, 0], 0
+        for s in self.segments:
+            nbytes = _up(s.shard_numel * s.grad_itemsize)
+            transient = self.wishes.overlap_update and homes[s.name].state is Tier.NVME
+            if not transient or self.wishes.retain_gradients:
+                kept += nbytes
+            elif s.block:
+                open_blocks.append(nbytes)
+            else:
+                open_rest += nbytes
+        return kept + open_rest + sum(sorted(open_blocks)[-2:])
+
+    def _state_bytes(self, s: SegmentSize) -> int:
+        """Bytes of the planes besides ``param`` (which is counted where the parameters live)."""
+        return sum(_up(s.shard_numel * itemsize) for itemsize in s.state_itemsizes)
+
+    def staging_bytes(self, sub_group: int) -> int:
+        """All update buffers: each holds every plane of a sub-group, page-aligned."""
+        one = max(
+            (
+                sum(_up(sub_group * itemsize) for itemsize in (s.param_itemsize, *s.state_itemsizes))
+                for s in self.segments
+                if s.trained
+            ),
+            default=0,
+        )
+        return self.wishes.staging_count * one
+
+    # -- search ----------------------------------------------------------------------------------------------------
+
+    def fits(self, homes: Mapping[str, Home], window_groups: int, staging: int) -> bool:
+        device, host = self.budgets.device_bytes, self.budgets.host_bytes
+        return (device is None or sum(self.device_items(homes, window_groups).values()) <= device) and (
+            host is None or sum(self.host_items(homes, staging).values()) <= host
+        )
+
+    def sub_group(self) -> int:
+        """Elements per sub-group: the largest that is useful, asked for, and takes at most a third of the host budget."""
+        chunk = self.wishes.chunk_numel
+        largest = max((s.shard_numel for s in self.segments if s.trained), default=0)
+        wanted = min(self.wishes.sub_group_numel, 8 * chunk)
+        if self.budgets.host_bytes is not None:
+            per_element = max((s.update_itemsize for s in self.segments), default=1) or 1
+            wanted = min(wanted, self.budgets.host_bytes // 3 // (self.wishes.staging_count * per_element))
+        return min(max(wanted // chunk, 1) * chunk, _multiple(largest, 32)) or 32
+
+    def search(self) -> Placement:
+        sub_group = self.sub_group()
+        staging = self.staging_bytes(sub_group)
+        slow = Home(param=self.wishes.param_tiers[-1], state=self.wishes.state_tiers[-1])
+        homes = {s.name: slow for s in self.segments}
+        while not self.fits(homes, 1, staging) and sub_group > self.wishes.chunk_numel:
+            sub_group -= self.wishes.chunk_numel
+            staging = self.staging_bytes(sub_group)
+        if not self.fits(homes, 1, staging):
+            raise PlacementError(self.refusal(homes, staging))
+        # Everything up at once needs neither window nor update buffers, so it is tried before going one by one.
+        fast = Home(param=self.wishes.param_tiers[0], state=self.wishes.state_tiers[0])
+        for param in self.wishes.param_tiers:
+            everything = {name: replace(fast, param=param) for name in homes}
+            if self.fits(everything, len(self.window_sizes(everything)), staging):
+                return self.placement(everything, sub_group, staging, ["everything fits on the fastest tiers allowed"])
+        window = min(3, len(self.window_sizes(homes)))
+        while window > 1 and not self.fits(homes, window, staging):
+            window -= 1
+        for param in self.wishes.param_tiers:
+            all_params = {name: replace(home, param=param) for name, home in homes.items()}
+            if self.fits(all_params, len(self.window_sizes(all_params)), staging):
+                homes = all_params
+                break
+        for s in self.segments:
+            homes = self._raise(homes, s, window, staging, self.wishes.param_tiers, lambda h, t: replace(h, param=t))
+        for s in self.segments:
+            if s.trained and homes[s.name].param is not Tier.NVME:
+                homes = self._raise(
+                    homes, s, window, staging, self.wishes.state_tiers, lambda h, t: replace(h, state=t)
+                )
+        return self.placement(homes, sub_group, staging, [])
+
+    def _raise(
+        self,
+        homes: dict[str, Home],
+        segment: SegmentSize,
+        window: int,
+        staging: int,
+        tiers: Sequence[Tier],
+        move: Callable[[Home, Tier], Home],
+    ) -> dict[str, Home]:
+        """Move one segment to the fastest of ``tiers`` where the budgets still hold."""
+        for tier in tiers[:-1]:
+            moved = homes | {segment.name: move(homes[segment.name], tier)}
+            if moved == homes:
+                break
+            if self.fits(moved, window, staging):
+                return moved
+        return homes
+
+    def placement(self, homes: dict[str, Home], sub_group: int, staging: int, reasons: list[str]) -> Placement:
+        window = len(self.window_sizes(homes))
+        while window > 1 and not self.fits(homes, window, staging):
+            window -= 1
+        return Placement(
+            homes=homes,
+            device_items=self.device_items(homes, window),
+            host_items=self.host_items(homes, staging),
+            nvme_items=self.nvme_items(homes),
+            sub_group_numel=sub_group,
+            staging_count=self.wishes.staging_count if self.updates_stream(homes) else 0,
+            reasons=tuple(reasons),
+        )
+
+    def refusal(self, homes: Mapping[str, Home], staging: int) -> str:
+        """The sum that does not fit, and the least that would."""
+        least = self.staging_bytes(min(self.wishes.chunk_numel, _multiple(self._largest_shard(), 32)))
+        lines = []
+        for tier, items, least_items, budget in (
+            (
+                Tier.DEVICE,
+                self.device_items(homes, 1),
+                self.device_items(homes, 1),
+                self.budgets.device_bytes,
+            ),
+            (
+                Tier.HOST,
+                self.host_items(homes, staging),
+                self.host_items(homes, least),
+                self.budgets.host_bytes,
+            ),
+        ):
+            total = sum(items.values())
+            if budget is not None and total > budget:
+                parts = " + ".join(f"{name} {size:,}" for name, size in items.items())
+                lines.append(
+                    f"tiers.{tier}_bytes is {budget:,}, but at least {sum(least_items.values()):,} are needed even with "
+                    f"everything on {self.wishes.param_tiers[-1]}/{self.wishes.state_tiers[-1]}: {parts} = {total:,}. "
+                    f"Write {sum(least_items.values()):,} or more"
+                )
+        return "\n".join(lines)
+
+    def _largest_shard(self) -> int:
+        return max((s.shard_numel for s in self.segments if s.trained), default=0)
+
+
+def _multiple(value: int, of: int) -> int:
+    return -(-value // of) * of
+
+
+def _present(items: Mapping[str, int]) -> dict[str, int]:
+    return {name: size for name, size in items.items() if size}
+
+
+def place(segments: Sequence[SegmentSize], budgets: Budgets, wishes: Wishes, *, generations: int = 2) -> Placement:
+    """Choose every segment's home; raises PlacementError, with the sum, when the budgets cannot work."""
+    return _Planner(segments=segments, budgets=budgets, wishes=wishes, generations=generations).search()

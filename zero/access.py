@@ -1,0 +1,363 @@
+"""Read and write parameters, masters, moments and gradients by parameter, on whatever tier they live.
+
+[Note: finding the owner] ``get_full(param, plane)`` is called with nothing but a parameter, so a weak table from
+parameters to the runtime that owns them is kept here; it keeps neither alive.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from lamina.tiers import Plane, Tier, Transaction
+
+from .dtypes import plane_dtype
+from .partition import Slot
+from .segment import Segment
+
+if TYPE_CHECKING:
+    from .runtime import ZeroRuntime
+
+_owners: "WeakTensorKeyDictionary" = WeakTensorKeyDictionary()
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a parameter is kept: its runtime, segment and slot."""
+
+    runtime: "ZeroRuntime"
+    segment: Segment
+    index: int
+
+    @property
+    def slot(self) -> Slot:
+        return self.segment.layout.slots[self.index]
+
+
+def claim(runtime: "ZeroRuntime") -> None:
+    """Note that the runtime owns its parameters."""
+    for segment in runtime.segments:
+        for index, parameter in enumerate(segment.parameters):
+            _owners[parameter] = Place(runtime, segment, index)
+
+
+def disclaim(runtime: "ZeroRuntime") -> None:
+    for segment in runtime.segments:
+        for parameter in segment.parameters:
+            place = _owners.get(parameter)  # type: ignore[no-untyped-call]
+            if place is not None and place.runtime is runtime:
+                del _owners[parameter]
+
+
+def owner_of(parameter: nn.Parameter) -> Place:
+    """Raises ValueError for a parameter that no open engine owns."""
+    place = _owners.get(parameter)  # type: ignore[no-untyped-call]
+    if place is None:
+        raise ValueError(
+            f"a parameter of shape {tuple(parameter.shape)} belongs to no open engine: pass one of the module's own "
+            f"parameters, after initialize() and before close()"
+        )
+    return place  # type: ignore[no-any-return]
+
+
+# -- reading ---------------------------------------------------------------------------------------------------------
+
+
+def get_full(parameter: nn.Parameter, plane: Plane | str = Plane.PARAM) -> torch.Tensor | None:
+    """A copy of one plane of a parameter, in its shape.
+
+    ``plane``: "param" (compute dtype), "master" (fp32), "exp_avg", "exp_avg_sq" (fp32) or "grad" (the accumulated
+    gradient of this window, fp32; None when there is none). Raises ValueError for a frozen parameter's state.
+    """
+    place = owner_of(parameter)
+    return _read(place, _plane(plane, place))
+
+
+def get_local(parameter: nn.Parameter, plane: Plane | str = Plane.PARAM) -> torch.Tensor | None:
+    """This rank's part of a plane, 1-d; see get_full."""
+    place = owner_of(parameter)
+    whole = _read(place, _plane(plane, place))
+    if whole is None:
+        return None
+    first, last = _local_range(place)
+    return whole.reshape(-1)[first:last]
+
+
+def _plane(plane: Plane | str, place: Place) -> Plane:
+    try:
+        wanted = Plane(plane)
+    except ValueError:
+        raise ValueError(f"plane {plane!r}: want one of param, master, exp_avg, exp_avg_sq, grad") from None
+    if wanted is Plane.REMAINDER:
+        raise ValueError("plane 'remainder' is half of a master: read or write 'master'")
+    if not place.segment.trainable and wanted is not Plane.PARAM:
+        raise ValueError(f"{place.slot.name} is frozen: it has no {wanted}")
+    return wanted
+
+
+def _local_range(place: Place) -> tuple[int, int]:
+    """This rank's elements of the parameter, counted from its first."""
+    begin, end = place.segment.layout.shard_range(place.segment.rank)
+    slot = place.slot
+    return max(slot.offset, begin) - slot.offset, max(min(slot.end, end), slot.offset) - slot.offset
+
+
+def _read(place: Place, plane: Plane) -> torch.Tensor | None:
+    segment, slot = place.segment, place.slot
+    if plane is Plane.GRAD:
+        gradients = place.runtime.gradients[segment]
+        if place.index not in gradients.arrived:
+            return None
+        return gradients.view(place.index).float()
+    if plane is Plane.MASTER and segment.dtype is not torch.float16:
+        high = _read_plane(place, Plane.PARAM)
+        if segment.dtype is torch.float32:
+            return high
+        return join_bf16(high, _read_plane(place, Plane.REMAINDER)).view(slot.shape)
+    return _read_plane(place, plane)
+
+
+def _read_plane(place: Place, plane: Plane) -> torch.Tensor:
+    """A copy of a stored plane."""
+    segment, slot = place.segment, place.slot
+    memory = plane_in_memory(segment, plane)
+    if memory is not None:
+        return memory[slot.offset : slot.end].clone().view(slot.shape)
+    dtype = plane_dtype(plane, segment.dtype)
+    values = torch.empty(slot.numel, dtype=dtype)
+    store = place.runtime.store
+    if store is None:
+        raise RuntimeError(f"{slot.name} has no {plane} in memory and there is no store")
+    if slot.numel:
+        store.read(segment.name, plane, bytes_of(values), offset=slot.offset * dtype.itemsize).wait()
+    return values.view(slot.shape)
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The tensor's own memory as writable bytes; the tensor is 1-d, contiguous and on the CPU."""
+    return memoryview(tensor.view(torch.uint8).numpy()).cast("B")  # type: ignore[arg-type]
+
+
+def plane_in_memory(segment: Segment, plane: Plane) -> torch.Tensor | None:
+    """The flat plane where it is at home in memory, not a copy."""
+    if plane is Plane.PARAM:
+        return segment.flat if segment.in_place else None
+    block = segment.state.get(plane)
+    if block is None:
+        return None
+    dtype = plane_dtype(plane, segment.dtype)
+    return torch.frombuffer(block.view, dtype=dtype) if block.nbytes else torch.empty(0, dtype=dtype)
+
+
+def join_bf16(high: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
+    """fp32 masters from their bf16 half and the signed 16-bit remainder."""
+    bits = (high.view(torch.int16).to(torch.int32) << 16) + remainder.to(torch.int32)
+    return bits.view(torch.float32)
+
+
+def split_bf16(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The bf16 half (rounded to nearest even) and the remainder of fp32 masters."""
+    high = master.to(torch.bfloat16)
+    low = (master.view(torch.int32) - (high.view(torch.int16).to(torch.int32) << 16)).to(torch.int16)
+    return high, low
+
+
+# -- writing ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Edit:
+    """New values for one plane of one parameter."""
+
+    place: Place
+    plane: Plane
+    values: torch.Tensor
+
+
+def set_full(parameter: nn.Parameter, plane: Plane | str, values: torch.Tensor) -> None:
+    """Replace one plane of a parameter. "param" and "master" both set the fp32 master and the compute-dtype parameter.
+
+    Raises ValueError for another shape, RuntimeError while an update is under way (between backward and step, where
+    updates start early; a gradient may be set then).
+    """
+    place = owner_of(parameter)
+    _apply([Edit(place, _plane(plane, place), _checked(place, values))])
+
+
+def set_local(parameter: nn.Parameter, plane: Plane | str, values: torch.Tensor) -> None:
+    """Replace this rank's part of a plane (1-d, as get_local returns it)."""
+    place = owner_of(parameter)
+    wanted = _plane(plane, place)
+    whole = _read(place, wanted)
+    if whole is None:
+        raise RuntimeError(f"{place.slot.name} has no gradient in this window")
+    first, last = _local_range(place)
+    if values.numel() != last - first:
+        raise ValueError(f"{place.slot.name}: this rank has {last - first} elements, got {values.numel()}")
+    flat = whole.reshape(-1).clone()
+    flat[first:last] = values.reshape(-1).to(flat.dtype)
+    _apply([Edit(place, wanted, flat.view(place.slot.shape))])
+
+
+def _checked(place: Place, values: torch.Tensor) -> torch.Tensor:
+    if tuple(values.shape) != place.slot.shape:
+        raise ValueError(f"{place.slot.name} has shape {place.slot.shape}, got values of shape {tuple(values.shape)}")
+    return values.detach()
+
+
+def _apply(edits: Sequence[Edit]) -> None:
+    """Apply edits of one or several runtimes; NVMe-resident planes of one runtime go into one new generation."""
+    for runtime in {id(edit.place.runtime): edit.place.runtime for edit in edits}.values():
+        _apply_to(runtime, [edit for edit in edits if edit.place.runtime is runtime])
+
+
+def _apply_to(runtime: "ZeroRuntime", edits: Sequence[Edit]) -> None:
+    stored: list[tuple[Place, Plane, torch.Tensor]] = []
+    for edit in edits:
+        segment, slot = edit.place.segment, edit.place.slot
+        if edit.plane is Plane.GRAD:
+            plane = runtime.gradients[segment]
+            if edit.place.index not in plane.arrived:
+                raise RuntimeError(
+                    f"{slot.name} has no gradient in this window, or it was already used up by an early update"
+                )
+            plane.view(edit.place.index).copy_(edit.values)
+            plane.edited = True
+            continue
+        for plane_kind, values in _planes_of(edit):
+            memory = plane_in_memory(segment, plane_kind)
+            if memory is not None:
+                memory[slot.offset : slot.end].copy_(values.reshape(-1))
+            if any(spec.plane is plane_kind for spec in segment.stored_planes):
+                stored.append((edit.place, plane_kind, values))
+    if stored:
+        _store(runtime, stored)
+
+
+def _planes_of(edit: Edit) -> Iterator[tuple[Plane, torch.Tensor]]:
+    """The stored planes that an edit changes."""
+    segment = edit.place.segment
+    if edit.plane not in (Plane.PARAM, Plane.MASTER) or not segment.trainable:
+        yield edit.plane, edit.values.to(plane_dtype(edit.plane, segment.dtype))
+        return
+    if segment.dtype is torch.bfloat16:
+        high, remainder = split_bf16(edit.values.float().contiguous())
+        yield Plane.PARAM, high
+        yield Plane.REMAINDER, remainder
+        return
+    yield Plane.PARAM, edit.values.to(segment.dtype)
+    if segment.dtype is torch.float16:
+        yield Plane.MASTER, edit.values.float()
+
+
+def _store(runtime: "ZeroRuntime", edits: Sequence[tuple[Place, Plane, torch.Tensor]]) -> None:
+    """Write edited planes into a new generation, everything else carried over, and commit it for the same step."""
+    store = runtime.store
+    if store is None or store.current is None:
+        raise RuntimeError("there is no store to write to")
+    if runtime.optimizer is not None and runtime.optimizer.updating:
+        raise RuntimeError(
+            "state cannot be written between backward() and step() while updates start early: call step() first"
+        )
+    runtime.executor.invalidate()
+    current = store.current
+    transaction = store.begin()
+    try:
+        planes: dict[tuple[str, Plane], list[tuple[Place, torch.Tensor]]] = {}
+        for place, plane, values in edits:
+            planes.setdefault((place.segment.name, plane), []).append((place, values))
+        for (_, plane), members in planes.items():
+            _rewrite_plane(runtime, transaction, plane, members)
+        transaction.copy_rest()
+        transaction.commit(current.step, current.meta)
+    except BaseException:
+        transaction.abort()
+        raise
+
+
+def _rewrite_plane(
+    runtime: "ZeroRuntime", transaction: Transaction, plane: Plane, members: Sequence[tuple[Place, torch.Tensor]]
+) -> None:
+    """Read a whole plane of a segment, put the new values in, write it."""
+    segment = members[0][0].segment
+    dtype = plane_dtype(plane, segment.dtype)
+    flat = torch.empty(segment.layout.shard_numel, dtype=dtype)
+    view = bytes_of(flat)
+    if runtime.store is None:
+        raise RuntimeError("there is no store to read from")
+    runtime.store.read(segment.name, plane, view).wait()
+    for place, values in members:
+        flat[place.slot.offset : place.slot.end] = values.reshape(-1)
+    transaction.write(segment.name, plane, view).wait()
+
+
+# -- gathering -------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def GatheredParameters(
+    parameters: nn.Parameter | Iterable[nn.Parameter] | nn.Module, modifier_rank: int | None = None
+) -> Iterator[None]:
+    """Whole parameters inside the block, wherever they live; edits are kept when ``modifier_rank`` names a rank.
+
+    Raises RuntimeError at the end of the block when a parameter was changed and there is no modifier: an edit is kept
+    or refused, never lost.
+    """
+    if isinstance(parameters, nn.Module):
+        listed = list(parameters.parameters())
+    elif isinstance(parameters, nn.Parameter):
+        listed = [parameters]
+    else:
+        listed = list(parameters)
+    places = [owner_of(parameter) for parameter in listed]
+    before: list[torch.Tensor] = []
+    for parameter, place in zip(listed, places, strict=True):
+        values = _read_plane(place, Plane.PARAM)
+        before.append(values)
+        parameter.data = values.clone()
+    try:
+        yield
+        edits = [
+            Edit(place, Plane.PARAM, parameter.detach().clone())
+            for parameter, place, values in zip(listed, places, before, strict=True)
+            if not _same_bits(parameter.detach(), values)
+        ]
+    finally:
+        for parameter, place in zip(listed, places, strict=True):
+            _rebind(parameter, place)
+    if edits and modifier_rank is None:
+        changed = ", ".join(edit.place.slot.name for edit in edits)
+        raise RuntimeError(
+            f"changed inside GatheredParameters without a writer: {changed}. Pass modifier_rank=0 to keep edits"
+        )
+    if edits:
+        _apply(edits)
+
+
+def _same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
+    if left.shape != right.shape or left.dtype != right.dtype:
+        return False
+    return (
+        torch.equal(left.contiguous().view(torch.uint8), right.contiguous().view(torch.uint8))
+        if left.dim()
+        else bool(torch.equal(left.reshape(1).view(torch.uint8), right.reshape(1).view(torch.uint8)))
+    )
+
+
+def _rebind(parameter: nn.Parameter, place: Place) -> None:
+    """Give the parameter back what it had outside the block: home memory, a fetched copy or a placeholder."""
+    segment, slot = place.segment, place.slot
+    if segment.flat is not None:
+        parameter.data = segment.flat[slot.offset : slot.end].view(slot.shape)
+    else:
+        parameter.data = torch.full((), float("nan"), dtype=segment.dtype).expand(slot.shape)
+
+
+def tier_of(parameter: nn.Parameter, plane: Plane | str = Plane.PARAM) -> Tier:
+    """The tier that is home to a plane of the parameter."""
+    place = owner_of(parameter)
+    return place.segment.param_tier if Plane(plane) is Plane.PARAM else place.segment.state_tier

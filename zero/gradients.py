@@ -1,0 +1,138 @@
+"""Gradients of one accumulation window, in host memory: one flat plane per segment, allocated when the first one comes.
+
+With one micro-batch per step a plane has the compute dtype and holds the gradients as they came; with several it is
+fp32 and they are added up. Sums are taken in the order in which the micro-batches ran.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from lamina.tiers import Arena, Block, BudgetError
+
+from .memory import tensor_over
+from .segment import Segment
+
+
+class GradientPlane:
+    """The gradients of one segment.
+
+    ``arrived`` holds the slots that have one in this window, ``fresh`` those that had one in this backward pass.
+    """
+
+    def __init__(self, segment: Segment, dtype: torch.dtype) -> None:
+        self.segment = segment
+        self.dtype = dtype
+        self.arrived: set[int] = set()
+        self.fresh: set[int] = set()
+        self.edited = False
+        self._block: Block | None = None
+        self._flat: torch.Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return self.segment.layout.shard_numel * self.dtype.itemsize
+
+    @property
+    def complete(self) -> bool:
+        return len(self.arrived) == len(self.segment.parameters)
+
+    @property
+    def final(self) -> bool:
+        """Whether every parameter had its gradient in this backward pass."""
+        return len(self.fresh) == len(self.segment.parameters)
+
+    @property
+    def present(self) -> bool:
+        return self._flat is not None
+
+    @property
+    def address(self) -> int:
+        if self._block is None:
+            raise RuntimeError(f"{self.segment.name} has no gradient in memory")
+        return self._block.address
+
+    def attach(self, block: Block) -> None:
+        """Take memory for the plane; the gaps between slots are zeroed so that a run over them changes nothing."""
+        self._block = block
+        flat = tensor_over(block, self.dtype, self.segment.layout.numel)
+        end = 0
+        for slot in self.segment.layout.slots:
+            flat[end : slot.offset].zero_()
+            end = slot.end
+        flat[end:].zero_()
+        self._flat = flat
+
+    def view(self, slot_index: int) -> torch.Tensor:
+        """The gradient of one parameter, in its shape."""
+        if self._flat is None:
+            raise RuntimeError(f"{self.segment.name} has no gradient in memory")
+        slot = self.segment.layout.slots[slot_index]
+        return self._flat[slot.offset : slot.end].view(slot.shape)
+
+    def add(self, slot_index: int, gradient: torch.Tensor) -> None:
+        """Copy the first gradient of the window, add every later one."""
+        into = self.view(slot_index)
+        if slot_index in self.arrived:
+            into.add_(gradient)
+        else:
+            into.copy_(gradient)
+            self.arrived.add(slot_index)
+        self.fresh.add(slot_index)
+
+    def release(self) -> None:
+        """Give the memory back and start an empty window."""
+        self._flat = None
+        self.arrived.clear()
+        self.fresh.clear()
+        self.edited = False
+        if self._block is not None:
+            self._block.free()
+            self._block = None
+
+
+class Gradients:
+    """All gradient planes of a rank.
+
+    ``wait_for_room`` is called when the arena is full; it returns False when waiting cannot help any more.
+    """
+
+    def __init__(self, segments: Sequence[Segment], arena: Arena, dtype_of: Callable[[Segment], torch.dtype]) -> None:
+        self._arena = arena
+        self.planes = {
+            id(segment): GradientPlane(segment, dtype_of(segment)) for segment in segments if segment.trainable
+        }
+        self.wait_for_room: Callable[[], bool] = lambda: False
+
+    def __getitem__(self, segment: Segment) -> GradientPlane:
+        return self.planes[id(segment)]
+
+    def add(self, segment: Segment, slot_index: int, gradient: torch.Tensor) -> GradientPlane:
+        """Take over one parameter's gradient; raises BudgetError when the host tier cannot hold it."""
+        plane = self.planes[id(segment)]
+        if not plane.present:
+            plane.attach(self._room(plane))
+        plane.add(slot_index, gradient)
+        return plane
+
+    def _room(self, plane: GradientPlane) -> Block:
+        owner = f"gradient of {plane.segment.name}"
+        while True:
+            block = self._arena.try_alloc(plane.nbytes, owner)
+            if block is not None:
+                return block
+            if not self.wait_for_room():
+                break
+        try:
+            return self._arena.alloc(plane.nbytes, owner)
+        except BudgetError as error:
+            error.add_note("gradients stay in host memory until the step that uses them")
+            raise
+
+    def begin_backward(self) -> None:
+        for plane in self.planes.values():
+            plane.fresh.clear()
+
+    def release_all(self) -> None:
+        for plane in self.planes.values():
+            plane.release()

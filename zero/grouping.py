@@ -1,0 +1,94 @@
+"""Finds the param groups of a module: parameters that are gathered and released together.
+
+Blocks (the children of the outermost ModuleList or Sequential) are groups of their own, and so is any other module whose
+own parameters are large; all that is left is the root group. Huge blocks are split along their children, tiny
+neighbours are joined.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+LARGE_NUMEL = 1 << 20  # own parameters of a module outside all blocks from which it is a group of its own
+TINY_NUMEL = 1 << 14  # groups below this are joined with their neighbour
+HUGE_NUMEL = 1 << 28  # blocks above this are split along their children
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupSpec:
+    """A group's name and its parameters with their qualified names, in module order; each parameter is in one group."""
+
+    name: str
+    parameters: tuple[tuple[str, nn.Parameter], ...]
+
+    @property
+    def numel(self) -> int:
+        return sum(parameter.numel() for _, parameter in self.parameters)
+
+
+def find_groups(
+    module: nn.Module,
+    *,
+    tiny_numel: int = TINY_NUMEL,
+    large_numel: int = LARGE_NUMEL,
+    huge_numel: int = HUGE_NUMEL,
+    is_block: Callable[[str, nn.Module], bool] | None = None,
+) -> list[GroupSpec]:
+    """Groups in module order; ``is_block`` chooses blocks by (name, module) instead of the automatic rule."""
+    owner_of: dict[int, str] = {}
+    names: dict[int, str] = {}
+    parameters: dict[int, nn.Parameter] = {}
+    blocks = list(_blocks(module, is_block, huge_numel))
+    for block_name, block in blocks:
+        for name, parameter in block.named_parameters(prefix=block_name):
+            owner_of.setdefault(id(parameter), block_name)
+            names.setdefault(id(parameter), name)
+            parameters[id(parameter)] = parameter
+    for module_name, part in module.named_modules():
+        own = [(name, parameter) for name, parameter in part.named_parameters(prefix=module_name, recurse=False)]
+        fresh = [(name, parameter) for name, parameter in own if id(parameter) not in owner_of]
+        large = sum(parameter.numel() for _, parameter in fresh) >= large_numel
+        for name, parameter in fresh:
+            owner_of[id(parameter)] = module_name if large else ""
+            names[id(parameter)] = name
+            parameters[id(parameter)] = parameter
+    # Group order is module order of the first parameter; the root group comes first: embeddings are used first.
+    members: dict[str, list[tuple[str, nn.Parameter]]] = {}
+    for _, parameter in module.named_parameters():
+        owner = owner_of[id(parameter)]
+        members.setdefault(owner, []).append((names[id(parameter)], parameter))
+    groups = [GroupSpec(name=owner or "(root)", parameters=tuple(listed)) for owner, listed in members.items()]
+    return _join_tiny(groups, tiny_numel)
+
+
+def _blocks(
+    module: nn.Module, is_block: Callable[[str, nn.Module], bool] | None, huge_numel: int
+) -> Iterable[tuple[str, nn.Module]]:
+    """Outermost blocks, huge ones replaced by the blocks (or children with parameters) inside them."""
+    stack: list[tuple[str, nn.Module, bool]] = [("", module, False)]
+    while stack:
+        name, part, is_child_of_list = stack.pop()
+        numel = sum(parameter.numel() for parameter in part.parameters())
+        chosen = is_block(name, part) if is_block else is_child_of_list
+        if chosen and numel and name:
+            if numel <= huge_numel or not any(True for _ in part.children()):
+                yield name, part
+                continue
+            children_are_blocks = True
+        else:
+            children_are_blocks = not is_block and isinstance(part, nn.ModuleList | nn.Sequential)
+        prefix = f"{name}." if name else ""
+        stack += reversed([(prefix + n, child, children_are_blocks) for n, child in part.named_children()])
+
+
+def _join_tiny(groups: Sequence[GroupSpec], tiny_numel: int) -> list[GroupSpec]:
+    joined: list[GroupSpec] = []
+    for group in groups:
+        if joined and (group.numel < tiny_numel or joined[-1].numel < tiny_numel):
+            before = joined.pop()
+            name = before.name if before.numel >= group.numel else group.name
+            joined.append(GroupSpec(name=name, parameters=before.parameters + group.parameters))
+        else:
+            joined.append(group)
+    return joined

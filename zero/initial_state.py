@@ -1,0 +1,149 @@
+"""Brings a freshly built model's parameters to their homes, segment by segment, in bounded memory."""
+
+from collections.abc import Sequence
+
+import torch
+
+from lamina.tiers import Arena, Block, GenerationStore, Plane, Tier, Transaction
+
+from .dtypes import plane_dtype
+from .kernels import Kernels
+from .memory import tensor_over
+from .partition import round_up
+from .segment import Segment
+
+PAGE = 4096
+
+
+class InitialState:
+    """Writes each segment's planes home and leaves the parameters bound to home memory, or unbound.
+
+    ``arenas`` gives memory for homes by tier; ``staging`` is one block through which NVMe-resident planes pass,
+    ``chunk_numel`` elements at a time.
+    """
+
+    def __init__(
+        self,
+        *,
+        arenas: dict[Tier, Arena],
+        kernels: Kernels,
+        store: GenerationStore | None,
+        staging: Block | None,
+        chunk_numel: int,
+    ) -> None:
+        self._arenas = arenas
+        self._kernels = kernels
+        self._store = store
+        self._staging = staging
+        self._chunk_numel = chunk_numel
+
+    def bring_home(self, segments: Sequence[Segment]) -> None:
+        """Place every segment; with a store, as one generation of step 0."""
+        transaction = self._store.begin() if self._store is not None else None
+        with torch.no_grad():
+            for segment in segments:
+                self._place(segment, transaction)
+        if transaction is not None:
+            transaction.commit(0, {})
+
+    def _place(self, segment: Segment, transaction: Transaction | None) -> None:
+        if segment.stored_planes:
+            self._write(segment, transaction)
+        if segment.state_tier is not Tier.NVME and segment.trainable:
+            self._keep_state(segment)
+        if segment.in_place:
+            self._keep_parameters(segment)
+        else:
+            segment.unbind()
+
+    # -- NVMe ----------------------------------------------------------------------------------------------------------
+
+    def _write(self, segment: Segment, transaction: Transaction | None) -> None:
+        if self._staging is None or transaction is None:
+            raise RuntimeError(f"{segment.name} is to live on NVMe but there is no store")
+        numel = segment.layout.shard_numel
+        shard_begin = segment.layout.shard_range(segment.rank)[0]
+        for begin in range(0, numel, self._chunk_numel):
+            count = min(self._chunk_numel, numel - begin)
+            planes = self._fill(segment, shard_begin + begin, count)
+            handles = []
+            for spec in segment.stored_planes:
+                where = begin * spec.itemsize
+                handles.append(transaction.write(segment.name, spec.plane, planes[spec.plane], offset=where))
+            for handle in handles:
+                handle.wait()
+
+    def _fill(self, segment: Segment, begin: int, count: int) -> dict[Plane, memoryview]:
+        """Elements [begin, begin + count) of every plane, in the staging block."""
+        staging = self._staging
+        if staging is None:
+            raise RuntimeError("no staging block")
+        views: dict[Plane, memoryview] = {}
+        tensors: dict[Plane, torch.Tensor] = {}
+        offset = 0
+        for spec in segment.planes:
+            dtype = plane_dtype(spec.plane, segment.dtype)
+            tensors[spec.plane] = tensor_over(staging, dtype, count, offset).zero_()
+            views[spec.plane] = staging.view[offset : offset + count * spec.itemsize]
+            offset += round_up(count * spec.itemsize, PAGE)
+        if Plane.REMAINDER in tensors:
+            # The master passes through the first moment's place, which is zeroed again afterwards.
+            master = tensors[Plane.EXP_AVG]
+            _copy_range(segment, begin, master)
+            self._split(master, tensors[Plane.PARAM], tensors[Plane.REMAINDER])
+            master.zero_()
+        else:
+            _copy_range(segment, begin, tensors[Plane.PARAM])
+            if Plane.MASTER in tensors:
+                _copy_range(segment, begin, tensors[Plane.MASTER])
+        return views
+
+    def _split(self, master: torch.Tensor, param: torch.Tensor, remainder: torch.Tensor) -> None:
+        self._kernels.split_bf16(
+            master.numel(), master=master.data_ptr(), param=param.data_ptr(), remainder=remainder.data_ptr()
+        )
+
+    # -- memory --------------------------------------------------------------------------------------------------------
+
+    def _keep_state(self, segment: Segment) -> None:
+        numel, begin = segment.layout.shard_numel, segment.layout.shard_range(segment.rank)[0]
+        arena = self._arenas[segment.state_tier]
+        for spec in segment.planes:
+            if spec.plane is Plane.PARAM:
+                continue
+            block = arena.alloc(numel * spec.itemsize, f"{spec.plane} of {segment.name}")
+            segment.state[spec.plane] = block
+            tensor = tensor_over(block, plane_dtype(spec.plane, segment.dtype), numel).zero_()
+            if spec.plane is Plane.MASTER:
+                _copy_range(segment, begin, tensor)
+            elif spec.plane is Plane.REMAINDER:
+                self._fill_remainder(segment, begin, tensor)
+
+    def _fill_remainder(self, segment: Segment, begin: int, remainder: torch.Tensor) -> None:
+        """Piece by piece, so that no fp32 copy of the whole segment is needed."""
+        piece = min(remainder.numel(), self._chunk_numel)
+        master = torch.empty(piece, dtype=torch.float32)
+        param = torch.empty(piece, dtype=torch.bfloat16)
+        for start in range(0, remainder.numel(), piece or 1):
+            count = min(piece, remainder.numel() - start)
+            master.zero_()
+            _copy_range(segment, begin + start, master[:count])
+            self._split(master[:count], param[:count], remainder[start : start + count])
+
+    def _keep_parameters(self, segment: Segment) -> None:
+        arena = self._arenas[segment.param_tier]
+        block = arena.alloc(segment.nbytes, f"parameters of {segment.name}")
+        flat = tensor_over(block, segment.dtype, segment.layout.numel).zero_()
+        _copy_range(segment, 0, flat)
+        segment.home = block
+        segment.bind(block, 0)
+
+
+def _copy_range(segment: Segment, begin: int, into: torch.Tensor) -> None:
+    """Copy elements [begin, begin + len(into)) of the flat layout from the parameters as they are now; gaps are left."""
+    end = begin + into.numel()
+    for slot, parameter in zip(segment.layout.slots, segment.parameters, strict=True):
+        first, last = max(slot.offset, begin), min(slot.end, end)
+        if first < last:
+            flat = parameter.detach().reshape(-1)
+            into[first - begin : last - begin].copy_(flat[first - slot.offset : last - slot.offset])

@@ -1,0 +1,290 @@
+"""The optimizer over all tiers: param groups and step counts as torch knows them, the work done by the updater.
+
+An update may start before ``step()``: under the rest of the backward pass, as soon as a segment's gradient is final.
+It goes into the next generation, which is not current until ``step()`` commits it; if a rate or a gradient was changed
+in between, the segment is simply updated again from the current generation.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lamina.tiers import GenerationStore, Transaction
+
+from .dtypes import KERNEL_DTYPE
+from .gradients import GradientPlane, Gradients
+from .kernels import AdamHyper, Kernels
+from .segment import Segment
+from .update import Run, UpdateJob, Updater
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamDefaults:
+    """Hyper-parameters of a param group that does not set its own; torch's names and meanings."""
+
+    lr: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    adamw_mode: bool = True
+    bias_correction: bool = True
+    maximize: bool = False
+
+
+@dataclass(kw_only=True)
+class _Early:
+    """An update that was started before ``step()``: what it assumed."""
+
+    runs: Sequence[Run]
+    arrived: frozenset[int]
+    grad_multiplier: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepOutcome:
+    """What a step did: the global gradient norm before clipping, and the factor that gradients were multiplied by."""
+
+    grad_norm: float
+    grad_multiplier: float
+    redone: int  # segments whose early update was dropped and done again
+    update_s: float = 0.0
+    commit_s: float = 0.0
+
+
+class TieredAdam(torch.optim.Optimizer):
+    """Adam or AdamW whose state lives on any tier. ``param_groups`` can be changed between steps as with torch.
+
+    ``step()`` finishes the update of all segments and commits the generation. ``state`` stays empty: use
+    ``lamina.zero.get_full`` / ``set_full`` to read or write a moment.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[torch.Tensor] | Iterable[dict[str, Any]],
+        defaults: AdamDefaults,
+        *,
+        segments: Sequence[Segment],
+        gradients: Gradients,
+        updater: Updater,
+        kernels: Kernels,
+        store: GenerationStore | None,
+        clip_norm: float = 0.0,
+        retain_gradients: bool = True,
+    ) -> None:
+        # Before super(): torch's constructor calls add_param_group and hooks that may look at these.
+        self._segments = [segment for segment in segments if segment.trainable]
+        self._gradients = gradients
+        self._updater = updater
+        self._kernels = kernels
+        self._store = store
+        self._transaction: Transaction | None = None
+        self._early: dict[int, _Early] = {}
+        self._norms: dict[int, list[float]] = {}
+        self._updated: dict[int, frozenset[int]] = {}
+        self.clip_norm = clip_norm
+        self.retain_gradients = retain_gradients
+        self.param_steps: dict[int, int] = {
+            id(parameter): 0 for segment in self._segments for parameter in segment.parameters
+        }
+        self.generation_meta: Callable[[], Mapping[str, object]] = dict
+        self.outcome = StepOutcome(grad_norm=0.0, grad_multiplier=1.0, redone=0)
+        super().__init__(params, vars(defaults).copy())
+
+    @property
+    def updating(self) -> bool:
+        """Whether a generation is open: an update was started and not yet committed."""
+        return self._transaction is not None
+
+    def started_early(self, segment: Segment) -> bool:
+        """Whether the segment's update was started in this window."""
+        return id(segment) in self._early
+
+    # -- before the step ----------------------------------------------------------------------------------------
+
+    def start_early(self, segment: Segment) -> None:
+        """Begin the update of a segment whose gradient is final, under the rest of the backward pass."""
+        plane = self._gradients[segment]
+        self._norms[id(segment)] = self._partial_norms(plane)
+        runs = self._runs(plane, plane.arrived)
+        self._early[id(segment)] = _Early(runs=runs, arrived=frozenset(plane.arrived), grad_multiplier=1.0)
+        self._submit(plane, runs, 1.0, release=not self.retain_gradients, from_store=False)
+
+    def discard(self) -> None:
+        """Forget the gradients of this window and every early update: nothing has happened."""
+        self._updater.drain()
+        self._end_window(commit=False, step=0)
+
+    # -- the step -----------------------------------------------------------------------------------------------
+
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Like ``finish`` with an unscaled gradient; through an engine, call ``engine.step()`` instead."""
+        if closure is not None:
+            raise ValueError("TieredAdam.step takes no closure: forward and backward run through the engine")
+        self.finish(step=max(self.param_steps.values(), default=0) + 1)
+
+    @torch.no_grad()
+    def finish(self, *, step: int, grad_scale: float = 1.0) -> None:
+        """Update everything that has a gradient and commit it as training step ``step``; ``grad_scale`` divides the
+        gradients (loss scaling). When it raises, the last committed generation is still the current one."""
+        began = time.perf_counter()
+        norm = self.grad_norm() / grad_scale
+        multiplier = self._clip_factor(norm) / grad_scale
+        try:
+            redone = self._update_all(multiplier)
+        except BaseException:
+            self._end_window(commit=False, step=step)
+            raise
+        updated = time.perf_counter()
+        self._end_window(commit=True, step=step)
+        self.outcome = StepOutcome(
+            grad_norm=norm,
+            grad_multiplier=multiplier,
+            redone=redone,
+            update_s=updated - began,
+            commit_s=time.perf_counter() - updated,
+        )
+
+    def _update_all(self, multiplier: float) -> int:
+        """Update what was not updated early, and again what was updated with other numbers; returns how many of those."""
+        late = [self._gradients[segment] for segment in self._segments if id(segment) not in self._early]
+        for plane in late:
+            if plane.arrived:
+                self._submit(plane, self._runs(plane, plane.arrived), multiplier, release=True, from_store=False)
+        self._updater.drain()
+        stale = [
+            plane
+            for segment in self._segments
+            if (early := self._early.get(id(segment)))
+            and self._is_stale(plane := self._gradients[segment], early, multiplier)
+        ]
+        for plane in stale:
+            self._submit(plane, self._runs(plane, plane.arrived), multiplier, release=True, from_store=True)
+        self._updater.drain()
+        return len(stale)
+
+    def grad_norm(self) -> float:
+        """Global norm of the accumulated gradients. Each parameter's sum is taken in blocks of fixed size and all of
+        them are added exactly (fsum), so it depends neither on tiers nor on sub-groups nor on the order of groups."""
+        partials: list[float] = []
+        for segment in self._segments:
+            plane = self._gradients[segment]
+            known = self._norms.get(id(segment))
+            partials += known if known is not None and not plane.edited else self._partial_norms(plane)
+        return math.sqrt(math.fsum(partials))
+
+    def _partial_norms(self, plane: GradientPlane) -> list[float]:
+        layout, itemsize = plane.segment.layout, plane.dtype.itemsize
+        return [
+            self._kernels.squared_norm(
+                layout.slots[index].numel,
+                src=plane.address + layout.slots[index].offset * itemsize,
+                dtype=KERNEL_DTYPE[plane.dtype],
+            )
+            for index in sorted(plane.arrived)
+            if layout.slots[index].numel
+        ]
+
+    def _clip_factor(self, norm: float) -> float:
+        """torch.nn.utils.clip_grad_norm_'s factor: max_norm / (norm + 1e-6), at most 1."""
+        if self.clip_norm <= 0 or not math.isfinite(norm):
+            return 1.0
+        return min(1.0, self.clip_norm / (norm + 1e-6))
+
+    def _is_stale(self, plane: GradientPlane, early: _Early, multiplier: float) -> bool:
+        """Whether an early update used other numbers than the step would; raises when it cannot be done again."""
+        same = (
+            not plane.edited
+            and early.grad_multiplier == multiplier
+            and list(early.runs) == self._runs(plane, early.arrived)
+        )
+        if not same and not plane.present:
+            raise RuntimeError(
+                f"{plane.segment.name} was updated during the backward pass and its gradient given up, but its rates were "
+                f"changed before step(). Write tiers.overlap_update: false, or raise tiers.host_bytes so that gradients fit"
+            )
+        return not same
+
+    # -- jobs ---------------------------------------------------------------------------------------------------
+
+    def _submit(
+        self, plane: GradientPlane, runs: Sequence[Run], multiplier: float, *, release: bool, from_store: bool
+    ) -> None:
+        def done(job: UpdateJob) -> None:
+            if release:
+                job.gradient.release()
+
+        job = UpdateJob(
+            segment=plane.segment,
+            gradient=plane,
+            runs=runs,
+            grad_multiplier=multiplier,
+            done=done,
+            from_store=from_store,
+        )
+        self._updated[id(plane.segment)] = frozenset(plane.arrived)
+        self._updater.submit(job, self._open_transaction(plane.segment))
+
+    def _open_transaction(self, segment: Segment) -> Transaction | None:
+        if segment.stored_planes and self._transaction is None:
+            if self._store is None:
+                raise RuntimeError(f"{segment.name} has NVMe-resident state but no store")
+            self._transaction = self._store.begin()
+        return self._transaction
+
+    def _runs(self, plane: GradientPlane, arrived: AbstractSet[int]) -> list[Run]:
+        """Consecutive parameters with the same hyper-parameters, as ranges of this rank's shard."""
+        segment = plane.segment
+        hypers = self._hypers()
+        runs: list[Run] = []
+        last_slot = -2
+        for slot, first, last in segment.layout.pieces(segment.rank):
+            hyper = hypers.get(id(segment.parameters[slot]))
+            if slot not in arrived or hyper is None:
+                continue
+            if runs and runs[-1].hyper == hyper and last_slot == slot - 1:
+                runs[-1] = Run(begin=runs[-1].begin, end=last, hyper=hyper)
+            else:
+                runs.append(Run(begin=first, end=last, hyper=hyper))
+            last_slot = slot
+        return runs
+
+    def _hypers(self) -> dict[int, AdamHyper]:
+        """Each parameter's hyper-parameters for its next step."""
+        found = {}
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            for parameter in group["params"]:
+                found[id(parameter)] = AdamHyper(
+                    lr=float(group["lr"]),
+                    beta1=float(beta1),
+                    beta2=float(beta2),
+                    eps=float(group["eps"]),
+                    weight_decay=float(group["weight_decay"]),
+                    step=self.param_steps.get(id(parameter), 0) + 1,
+                    adamw_mode=bool(group["adamw_mode"]),
+                    maximize=bool(group["maximize"]),
+                    bias_correction=bool(group["bias_correction"]),
+                )
+        return found
+
+    def _end_window(self, *, commit: bool, step: int) -> None:
+        if commit:
+            for segment in self._segments:
+                for slot in self._updated.get(id(segment), ()):
+                    self.param_steps[id(segment.parameters[slot])] += 1
+        transaction, self._transaction = self._transaction, None
+        if transaction is not None:
+            if commit:
+                transaction.copy_rest()
+                transaction.commit(step, self.generation_meta())
+            else:
+                transaction.abort()
+        self._early.clear()
+        self._norms.clear()
+        self._updated.clear()
+        self._gradients.release_all()

@@ -1,0 +1,90 @@
+"""A segment: the parameters of a group that share a dtype and are all trained or all frozen, as one flat shard."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from lamina.tiers import Block, Plane, PlaneSpec, ShardSpec, Tier
+
+from .dtypes import STATE_PLANES
+from .memory import tensor_over
+from .partition import FlatLayout
+
+
+@dataclass(kw_only=True, eq=False)
+class Segment:
+    """Flat layout, parameters in slot order, and the tiers that are home to them.
+
+    ``flat`` is the tensor over the whole unsharded layout while it is in memory (always, when the parameters are at
+    home in memory that compute can use); ``state`` holds a block per plane where the optimizer state is in memory.
+    """
+
+    name: str
+    group: int
+    layout: FlatLayout
+    parameters: Sequence[nn.Parameter]
+    dtype: torch.dtype
+    trainable: bool
+    rank: int = 0
+    block: bool = True
+    param_tier: Tier = Tier.DEVICE
+    state_tier: Tier = Tier.HOST
+    in_place: bool = True
+    flat: torch.Tensor | None = None
+    home: Block | None = None
+    state: dict[Plane, Block] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole unsharded flat layout."""
+        return self.layout.numel * self.dtype.itemsize
+
+    @property
+    def planes(self) -> tuple[PlaneSpec, ...]:
+        if self.trainable:
+            return STATE_PLANES[self.dtype]
+        return (PlaneSpec(plane=Plane.PARAM, itemsize=self.dtype.itemsize),)
+
+    @property
+    def stored_planes(self) -> tuple[PlaneSpec, ...]:
+        """The planes kept on NVMe. With the optimizer state there, ``param`` is too, so that a generation is whole."""
+        if self.trainable and self.state_tier is Tier.NVME:
+            return self.planes
+        if self.param_tier is Tier.NVME:
+            return tuple(spec for spec in self.planes if spec.plane is Plane.PARAM)
+        return ()
+
+    def shard_spec(self) -> ShardSpec:
+        return ShardSpec(
+            name=self.name,
+            numel=self.layout.shard_numel,
+            planes=self.stored_planes,
+            frozen=not self.trainable,
+        )
+
+    def bind(self, block: Block, byte_offset: int) -> None:
+        """Point the parameters into the block, which holds the whole flat layout from ``byte_offset`` on."""
+        self.flat = tensor_over(block, self.dtype, self.layout.numel, byte_offset)
+        for slot, parameter in zip(self.layout.slots, self.parameters, strict=True):
+            parameter.data = self.flat[slot.offset : slot.end].view(slot.shape)
+
+    def unbind(self) -> None:
+        """Leave placeholders of the right shape behind. They hold NaN, so that a use is never a wrong number."""
+        self.flat = None
+        nan = torch.full((), float("nan"), dtype=self.dtype)
+        for slot, parameter in zip(self.layout.slots, self.parameters, strict=True):
+            parameter.data = nan.expand(slot.shape)
+
+    def shard_of(self, flat: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a tensor over the flat layout."""
+        begin, end = self.layout.shard_range(self.rank)
+        return flat[begin:end]
+
+    def address(self, plane: Plane) -> int:
+        """Address of this rank's shard of a plane that is in memory; 0 when it is not."""
+        if plane is Plane.PARAM:
+            return self.shard_of(self.flat).data_ptr() if self.flat is not None and self.in_place else 0
+        block = self.state.get(plane)
+        return block.address if block is not None else 0

@@ -1,0 +1,206 @@
+"""Hooks that fetch groups when they are used and collect gradients as they come: what turns a module into a ZeRO one.
+
+[Note: saved parameters] Autograd saves parameters, and views of them, for the backward pass. While the engine's
+forward runs, a saved tensor over a group's memory is packed as a reference (segment, shape, strides, offset), so that the memory
+can be given up; unpacking fetches the group again. Everything else is saved as it is.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
+
+from lamina.tiers import Executor
+
+from .param_group import ParamGroup
+from .segment import Segment
+
+# Properties of a tensor whose value needs its elements; every other getter can be answered from a placeholder.
+READING_GETTERS = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
+
+
+class SavedParameter:
+    """A parameter (or a view of one) that autograd holds for the backward pass, without its memory."""
+
+    __slots__ = ("offset", "segment", "shape", "state", "strides")
+
+    def __init__(self, state: "ZeroState", segment: Segment, tensor: torch.Tensor) -> None:
+        self.state = state
+        self.segment = segment
+        self.shape = tensor.shape
+        self.strides = tensor.stride()
+        self.offset = tensor.storage_offset()
+        state.saved[id(segment)] += 1
+
+    def __del__(self) -> None:
+        self.state.saved[id(self.segment)] -= 1
+
+
+@dataclass(frozen=True)
+class SavedActivation:
+    """Any other saved tensor, with the version it had: a later in-place change would make the gradient wrong."""
+
+    tensor: torch.Tensor
+    version: int
+
+
+class _FetchOnUse(TorchFunctionMode):
+    """Fetches parameters that are used outside their module's forward (``other.weight * 2``)."""
+
+    def __init__(self, state: "ZeroState") -> None:
+        super().__init__()
+        self._state = state
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name == "__set__" or (name == "__get__" and func.__self__.__name__ not in READING_GETTERS):
+            return func(*args, **kwargs)
+        groups = {
+            group
+            for value in _flatten((*args, *kwargs.values()))
+            if isinstance(value, nn.Parameter) and (group := self._state.streamed_group_of.get(id(value))) is not None
+        }
+        if not groups:
+            return func(*args, **kwargs)
+        pinned = []
+        try:
+            for group in sorted(groups):
+                self._state.executor.pin(group)
+                pinned.append(group)
+            return func(*args, **kwargs)
+        finally:
+            for group in pinned:
+                self._state.executor.unpin(group)
+
+
+def _flatten(values: Sequence[Any]) -> Iterator[Any]:
+    for value in values:
+        if isinstance(value, list | tuple):
+            yield from _flatten(value)
+        else:
+            yield value
+
+
+class ZeroState:
+    """Owns the hooks on one module. ``take_gradient`` is called with every gradient (segment, slot, values)."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        groups: Sequence[ParamGroup],
+        executor: Executor,
+        take_gradient: Callable[[Segment, int, torch.Tensor], None],
+        *,
+        bound: dict[int, Segment],
+        watch_in_place: bool,
+    ) -> None:
+        """``bound`` maps addresses to segments and is kept up to date by the groups. ``watch_in_place``: also count how
+        often autograd still holds parameters that are at home in memory (they may be updated before the step)."""
+        self.executor = executor
+        self.groups = groups
+        self.saved: dict[int, int] = {id(s): 0 for group in groups for s in group.segments}
+        self.streamed_group_of = {
+            id(parameter): group.index
+            for group in groups
+            for segment in group.streamed
+            for parameter in segment.parameters
+        }
+        self.bound = bound
+        self._track_saved = watch_in_place or bool(self.streamed_group_of)
+        self._take_gradient = take_gradient
+        self._handles: list[RemovableHandle] = []
+        self._hook_modules(module)
+        self._hook_gradients()
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Around every forward (and the backward, where recomputation may run forward again)."""
+        with ExitStack() as stack:
+            if self._track_saved:
+                stack.enter_context(saved_tensors_hooks(self._pack, self._unpack))
+            if self.streamed_group_of:
+                stack.enter_context(_FetchOnUse(self))
+            yield
+
+    def remove(self) -> None:
+        """Take every hook off again."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    # -- forward -----------------------------------------------------------------------------------------------------
+
+    def _hook_modules(self, module: nn.Module) -> None:
+        """A module with streamed parameters of its own keeps their groups resident while its forward runs."""
+        for part in module.modules():
+            used = sorted(
+                {
+                    group
+                    for parameter in part.parameters(recurse=False)
+                    if (group := self.streamed_group_of.get(id(parameter))) is not None
+                }
+            )
+            if not used:
+                continue
+
+            def acquire(_module: nn.Module, _args: Any, used: list[int] = used) -> None:
+                for group in used:
+                    self.executor.pin(group)
+
+            def release(_module: nn.Module, _args: Any, _output: Any, used: list[int] = used) -> None:
+                for group in used:
+                    self.executor.unpin(group)
+
+            self._handles.append(part.register_forward_pre_hook(acquire, prepend=True))
+            self._handles.append(part.register_forward_hook(release, always_call=True))
+
+    # -- saved tensors: see [Note: saved parameters] -------------------------------------------------------------------
+
+    def _pack(self, tensor: torch.Tensor) -> SavedParameter | SavedActivation:
+        segment = self.bound.get(tensor.untyped_storage().data_ptr())
+        if segment is not None:
+            return SavedParameter(self, segment, tensor)
+        return SavedActivation(tensor, tensor._version)
+
+    def _unpack(self, saved: SavedParameter | SavedActivation) -> torch.Tensor:
+        if isinstance(saved, SavedActivation):
+            if saved.tensor._version != saved.version:
+                raise RuntimeError(
+                    f"a tensor of shape {tuple(saved.tensor.shape)} that the backward pass needs was changed in place after "
+                    f"it was used (version {saved.tensor._version}, wanted {saved.version}): use an out-of-place operation"
+                )
+            return saved.tensor
+        if not saved.segment.in_place:
+            self.executor.acquire(saved.segment.group)
+        if saved.segment.flat is None:
+            raise RuntimeError(f"{saved.segment.name} was acquired but is not bound")
+        return saved.segment.flat.as_strided(saved.shape, saved.strides, saved.offset)
+
+    # -- gradients ---------------------------------------------------------------------------------------------------
+
+    def _hook_gradients(self) -> None:
+        for group in self.groups:
+            for segment in group.segments:
+                if not segment.trainable:
+                    continue
+                for index, parameter in enumerate(segment.parameters):
+                    self._handles.append(
+                        parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                            self._gradient_hook(segment, index)
+                        )
+                    )
+
+    def _gradient_hook(self, segment: Segment, index: int) -> Callable[[torch.Tensor], None]:
+        def take(parameter: torch.Tensor) -> None:
+            gradient, parameter.grad = parameter.grad, None
+            if gradient is not None:
+                self._take_gradient(segment, index, gradient)
+
+        return take

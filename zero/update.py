@@ -1,0 +1,363 @@
+"""The streamed update: read sub-group k+1 | Adam on k | write k-1, in a thread of its own.
+
+A job is one segment whose gradient is final. Where the optimizer state is in memory the kernel runs on it in place;
+where it is on NVMe the segment streams through a few staging blocks, out of the current generation into the next.
+"""
+
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from lamina.aio_native import Priority
+from lamina.tiers import Block, GenerationStore, Plane, Spans, Transaction, TransferHandle
+
+from .dtypes import KERNEL_DTYPE
+from .gradients import GradientPlane
+from .kernels import AdamHyper, Kernels
+from .partition import round_up
+from .segment import Segment
+
+STAGING_ALIGN = 4096
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """Elements [begin, end) of a shard that are updated with the same hyper-parameters."""
+
+    begin: int
+    end: int
+    hyper: AdamHyper
+
+
+@dataclass(kw_only=True, eq=False)
+class UpdateJob:
+    """One segment's update. ``done`` is called in the update thread once the gradient has been used.
+
+    ``from_store``: take the old parameters from the current generation although a copy is in memory (the copy may
+    hold a result that is to be replaced).
+    """
+
+    segment: Segment
+    gradient: GradientPlane
+    runs: Sequence[Run]
+    grad_multiplier: float
+    done: Callable[["UpdateJob"], None]
+    from_store: bool = False
+    chunks_left: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Chunk:
+    """Elements [begin, end) of the job's shard: one sub-group."""
+
+    job: UpdateJob
+    begin: int
+    end: int
+
+
+@dataclass(kw_only=True)
+class UpdateCounters:
+    """Seconds the update thread waited for reads and writes, and computed."""
+
+    read_stall_s: float = 0.0
+    write_stall_s: float = 0.0
+    adam_s: float = 0.0
+    parameters: int = 0
+
+
+@dataclass(kw_only=True)
+class _InFlight:
+    chunk: _Chunk
+    staging: Block
+    offsets: dict[Plane, int]
+    handles: list[TransferHandle]
+
+
+_STOP = object()
+
+
+@dataclass(kw_only=True)
+class Updater:
+    """Runs jobs in the order in which they were submitted. Errors surface in ``drain`` (and stop later jobs)."""
+
+    kernels: Kernels
+    store: GenerationStore | None
+    staging: Sequence[Block]
+    sub_group_numel: int
+    spans: Spans
+    counters: UpdateCounters = field(default_factory=UpdateCounters)
+
+    def __post_init__(self) -> None:
+        self._queue: queue.SimpleQueue[object] = queue.SimpleQueue()
+        self._free = deque(self.staging)
+        self._state = threading.Condition()
+        self._open_jobs = 0
+        self._unwritten = 0
+        self._error: BaseException | None = None
+        self._transaction: Transaction | None = None
+        self._chunks: Iterator[_Chunk] | None = None
+        self._thread = threading.Thread(target=self._work, name="lamina-update", daemon=True)
+        self._thread.start()
+
+    # -- called by the training thread ------------------------------------------------------------------------------
+
+    @property
+    def busy(self) -> bool:
+        with self._state:
+            return self._open_jobs > 0
+
+    def submit(self, job: UpdateJob, transaction: Transaction | None) -> None:
+        with self._state:
+            self._open_jobs += 1
+            self._transaction = transaction
+        self._queue.put(job)
+
+    def wait_for_a_job(self) -> bool:
+        """Wait until one more job has used its gradient; False when no job is under way."""
+        with self._state:
+            before = self._open_jobs
+            if before == 0 or self._error is not None:
+                return False
+            self._state.wait_for(lambda: self._open_jobs < before or self._error is not None)
+            return self._error is None
+
+    def drain(self) -> None:
+        """Wait until every job is computed and written; raises the first error of any of them."""
+        with self._state:
+            self._state.wait_for(lambda: self._open_jobs == 0 and self._unwritten == 0)
+            error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def take_counters(self) -> UpdateCounters:
+        taken, self.counters = self.counters, UpdateCounters()
+        return taken
+
+    def close(self) -> None:
+        self._queue.put(_STOP)
+        self._thread.join()
+
+    # -- the update thread --------------------------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        reading: deque[_InFlight] = deque()
+        writing: deque[_InFlight] = deque()
+        while True:
+            try:
+                if not self._turn(reading, writing):
+                    return
+            except BaseException as error:  # noqa: BLE001 - handed to the training thread by drain()
+                self._fail(error, reading, writing)
+
+    def _turn(self, reading: deque[_InFlight], writing: deque[_InFlight]) -> bool:
+        """One round of the pipeline; False when the thread is to end."""
+        # Jobs in memory need no staging, so the queue is looked at also when there is none.
+        while self._free or not (reading or writing):
+            chunk = self._next_chunk(block=not reading and not writing)
+            if chunk is _STOP:
+                return False
+            if not isinstance(chunk, _Chunk):
+                break
+            reading.append(self._read(chunk))
+        if reading:
+            writing.append(self._update(reading.popleft()))
+            while writing and all(handle.done() for handle in writing[0].handles):
+                self._written(writing)
+        elif writing:
+            self._written(writing)
+        return True
+
+    def _next_chunk(self, *, block: bool) -> object:
+        """The next sub-group to stream; jobs in memory are run on the way. None: nothing to do now."""
+        while True:
+            if self._chunks is not None:
+                chunk = next(self._chunks, None)
+                if chunk is not None:
+                    return chunk
+                self._chunks = None
+            try:
+                job = self._queue.get(block)
+            except queue.Empty:
+                return None
+            if not isinstance(job, UpdateJob):
+                return job
+            if self._error is not None:
+                self._job_done(job)
+            elif job.segment.stored_planes:
+                self._chunks = self._cut(job)
+            else:
+                self._update_in_memory(job)
+
+    def _cut(self, job: UpdateJob) -> Iterator[_Chunk]:
+        numel = job.segment.layout.shard_numel
+        starts = range(0, numel, self.sub_group_numel)
+        job.chunks_left = len(starts)
+        with self._state:
+            self._unwritten += len(starts)
+        if not starts:
+            self._job_done(job)
+        return (_Chunk(job=job, begin=s, end=min(s + self.sub_group_numel, numel)) for s in starts)
+
+    def _read(self, chunk: _Chunk) -> _InFlight:
+        """Begin to read the chunk's planes that are on NVMe and are needed to compute."""
+        staging = self._free.popleft()
+        job, numel = chunk.job, chunk.end - chunk.begin
+        offsets, handles, offset = {}, [], 0
+        for spec in job.segment.stored_planes:
+            if spec.plane is Plane.PARAM and job.segment.in_place and not job.from_store:
+                continue
+            offsets[spec.plane] = offset
+            nbytes = numel * spec.itemsize
+            if self.store is not None and not _is_only_written(spec.plane, job):
+                view = staging.view[offset : offset + nbytes]
+                where = chunk.begin * spec.itemsize
+                handles.append(
+                    self.store.read(job.segment.name, spec.plane, view, offset=where, priority=Priority.PREFETCH)
+                )
+            offset += round_up(nbytes, STAGING_ALIGN)
+        return _InFlight(chunk=chunk, staging=staging, offsets=offsets, handles=handles)
+
+    def _update(self, flight: _InFlight) -> _InFlight:
+        """Wait for the reads, run Adam, begin the writes."""
+        chunk, job = flight.chunk, flight.chunk.job
+        began = time.perf_counter()
+        for handle in flight.handles:
+            handle.wait()
+        ready = time.perf_counter()
+        segment, numel = job.segment, chunk.end - chunk.begin
+
+        def address(plane: Plane) -> int:
+            """Where element chunk.begin of the plane is: in the staging block or at home in memory."""
+            if plane in flight.offsets:
+                return flight.staging.address + flight.offsets[plane]
+            home = segment.address(plane)
+            itemsize = next((spec.itemsize for spec in segment.planes if spec.plane is plane), 0)
+            return home + chunk.begin * itemsize if home else 0
+
+        self._adam(job, chunk.begin, chunk.end, address)
+        computed = time.perf_counter()
+        handles = []
+        transaction = self._transaction
+        if transaction is None:
+            raise RuntimeError(f"{segment.name} has NVMe-resident state but no generation is open for it")
+        for spec in segment.stored_planes:
+            nbytes, where = numel * spec.itemsize, chunk.begin * spec.itemsize
+            if spec.plane in flight.offsets:
+                offset = flight.offsets[spec.plane]
+                view = flight.staging.view[offset : offset + nbytes]
+            else:  # a parameter that is cached in memory: written from there
+                view = self._cached_param(segment, where, nbytes)
+            handles.append(transaction.write(segment.name, spec.plane, view, offset=where))
+        if job.from_store and segment.in_place:
+            self._refresh_cache(segment, flight, chunk)
+        self.counters.read_stall_s += ready - began
+        self.counters.adam_s += computed - ready
+        self.counters.parameters += numel
+        self.spans.add("update: wait for reads", segment.name, began, ready)
+        self.spans.add("update: Adam", segment.name, ready, computed)
+        self._computed(job)
+        return _InFlight(chunk=chunk, staging=flight.staging, offsets=flight.offsets, handles=handles)
+
+    def _adam(self, job: UpdateJob, begin: int, end: int, address: Callable[[Plane], int]) -> None:
+        """Run the kernel on every run that overlaps [begin, end); ``address`` gives that of element begin."""
+        segment, gradient = job.segment, job.gradient
+        itemsizes = {spec.plane: spec.itemsize for spec in segment.planes}
+        bases = {plane: address(plane) for plane in itemsizes}
+        grad = gradient.address + begin * gradient.dtype.itemsize
+        for run in job.runs:
+            first, last = max(run.begin, begin), min(run.end, end)
+            if first >= last:
+                continue
+            at = {plane: base + (first - begin) * itemsizes[plane] for plane, base in bases.items()}
+            self.kernels.adam(
+                last - first,
+                hyper=run.hyper,
+                param=at[Plane.PARAM],
+                param_dtype=KERNEL_DTYPE[segment.dtype],
+                grad=grad + (first - begin) * gradient.dtype.itemsize,
+                grad_dtype=KERNEL_DTYPE[gradient.dtype],
+                exp_avg=at[Plane.EXP_AVG],
+                exp_avg_sq=at[Plane.EXP_AVG_SQ],
+                master=at.get(Plane.MASTER, 0),
+                remainder=at.get(Plane.REMAINDER, 0),
+                grad_multiplier=job.grad_multiplier,
+            )
+
+    def _update_in_memory(self, job: UpdateJob) -> None:
+        began = time.perf_counter()
+        try:
+            self._adam(job, 0, job.segment.layout.shard_numel, job.segment.address)
+        except BaseException:
+            self._job_done(job)
+            raise
+        ended = time.perf_counter()
+        self.counters.adam_s += ended - began
+        self.counters.parameters += job.segment.layout.shard_numel
+        self.spans.add("update: Adam", job.segment.name, began, ended)
+        self._job_done(job)
+
+    def _cached_param(self, segment: Segment, where: int, nbytes: int) -> memoryview:
+        if segment.home is None:
+            raise RuntimeError(f"{segment.name} is not at home in memory")
+        begin = segment.layout.shard_range(segment.rank)[0] * segment.dtype.itemsize + where
+        return segment.home.view[begin : begin + nbytes]
+
+    def _refresh_cache(self, segment: Segment, flight: _InFlight, chunk: _Chunk) -> None:
+        itemsize = segment.dtype.itemsize
+        nbytes = (chunk.end - chunk.begin) * itemsize
+        offset = flight.offsets[Plane.PARAM]
+        cached = self._cached_param(segment, chunk.begin * itemsize, nbytes)
+        cached[:] = flight.staging.view[offset : offset + nbytes]
+
+    def _computed(self, job: UpdateJob) -> None:
+        job.chunks_left -= 1
+        if job.chunks_left == 0:
+            self._job_done(job)
+
+    def _job_done(self, job: UpdateJob) -> None:
+        job.done(job)
+        with self._state:
+            self._open_jobs -= 1
+            self._state.notify_all()
+
+    def _written(self, writing: deque[_InFlight]) -> None:
+        flight = writing[0]
+        began = time.perf_counter()
+        for handle in flight.handles:
+            handle.wait()
+        ended = time.perf_counter()
+        self.counters.write_stall_s += ended - began
+        self.spans.add("update: wait for writes", flight.chunk.job.segment.name, began, ended)
+        writing.popleft()
+        self._free.append(flight.staging)
+        with self._state:
+            self._unwritten -= 1
+            self._state.notify_all()
+
+    def _fail(self, error: BaseException, reading: deque[_InFlight], writing: deque[_InFlight]) -> None:
+        """Remember the first error, let transfers end, and account for everything that will not be done."""
+        for flight in (*reading, *writing):
+            for handle in flight.handles:
+                try:
+                    handle.wait()
+                except OSError:
+                    continue  # the first error is the one that is told
+        reading.clear()
+        writing.clear()
+        self._chunks = None
+        self._free = deque(self.staging)
+        with self._state:
+            if self._error is None:
+                self._error = error
+            self._unwritten = 0
+            self._open_jobs = self._queue.qsize()
+            self._state.notify_all()
+
+
+def _is_only_written(plane: Plane, job: UpdateJob) -> bool:
+    """The fp16 parameter follows from its fp32 master: it is read only when some of it is not updated."""
+    keeps_master = any(spec.plane is Plane.MASTER for spec in job.segment.planes)
+    return plane is Plane.PARAM and keeps_master and job.gradient.complete
