@@ -1,4 +1,4 @@
-"""One thread for torch: two cores are shared with the kernels' own threads, and OpenMP threads that spin are slow."""
+"""One thread for torch: the kernels' own threads share its cores, and OpenMP threads that spin are slow."""
 
 from collections.abc import Iterator
 
