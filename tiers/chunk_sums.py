@@ -150,7 +150,7 @@ class ChunkSums:
     def covered(self, extent: PlaneExtent, offset: int, nbytes: int) -> bool:
         """Whether every one of these bytes was written."""
         end = offset + nbytes
-        return all(at >= end or at + size <= offset for at, size in self.gaps(extent))
+        return nbytes == 0 or all(at >= end or at + size <= offset for at, size in self.gaps(extent))
 
     def relaid(self, layout: Layout) -> "ChunkSums":
         """The same knowledge about the same planes dealt to stripes otherwise."""

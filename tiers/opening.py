@@ -164,7 +164,6 @@ class Opening:
         needed = {record.slot.stem for record in manifest.committed[:1]}
         if manifest.frozen is not None:
             needed.add(manifest.frozen.slot.stem)
-        committed = {record.slot.stem for record in manifest.committed} | needed
         spoiled: list[SlotRecord] = []
         for record in manifest.slots:
             try:
@@ -177,9 +176,18 @@ class Opening:
         if manifest.committed:
             info = manifest.committed[0]
             self.notes.append(f"found generation {info.id}, step {info.step}")
-        self._fit_number(pool, spoiled, committed)
+        self._note_new_paths(pool)
+        self._fit_number(pool, spoiled)
 
-    def _fit_number(self, pool: SlotPool, spoiled: Sequence[SlotRecord], committed: set[str]) -> None:
+    def _note_new_paths(self, pool: SlotPool) -> None:
+        """Paths that were added since the files were made: the next generations are striped over them too."""
+        used = {index for slot in pool.slots.values() for index in slot.where.values()}
+        new = [folder.root for index, folder in enumerate(pool.folders) if used and index not in used]
+        if new:
+            pool.outdated = {slot.record.stem for slot in pool.slots.values() if not slot.record.is_frozen}
+            self.notes.append(f"new: {', '.join(new)}; generations that are written from now on use it too")
+
+    def _fit_number(self, pool: SlotPool, spoiled: Sequence[SlotRecord]) -> None:
         main = [slot for slot in pool.slots.values() if not slot.record.is_frozen]
         # Newest last, so that what is dropped is free or old.
         order = [record.slot.stem for record in pool.manifest.committed]

@@ -47,6 +47,7 @@ class SlotPool:
         self.slots: dict[str, Slot] = {}
         self.notes: list[str] = []
         self.failed: dict[int, OSError] = {}
+        self.outdated: set[str] = set()
         self._layouts: dict[tuple[bool, tuple[int, ...]], Layout] = {}
 
     @property
@@ -214,9 +215,10 @@ class SlotPool:
         self.save_retired()
 
     def writable(self, slot: Slot) -> bool:
-        """Whether a slot's files may be written again: no checkpoint has them, no copy reads them, no path
-        failed."""
-        return not (slot.holds or slot.linked_elsewhere() or set(slot.where.values()) & set(self.failed))
+        """Whether a slot's files may be written again: no checkpoint has them, no copy reads them, no path failed, and
+        there is no path that they were made without."""
+        failed = set(slot.where.values()) & set(self.failed)
+        return not (slot.holds or slot.linked_elsewhere() or failed or slot.record.stem in self.outdated)
 
     def close(self, *, remove: bool) -> None:
         """Close all files; remove: delete them and the manifest."""

@@ -165,10 +165,15 @@ def test_paths_may_change_their_order_and_grow(open_store: Open, tmp_path: Path)
     store.close()
     store = open_store([paths[2], paths[1], paths[0]])
     assert read_all(store) == state
+    assert f"new: {paths[2].path}; generations that are written from now on use it too" in store.report()
     for step in range(2, 6):
         state = random_state()
         write_all(store, state, step)
-    assert read_all(store) == state
+        assert read_all(store) == state
+    assert store.wear()[0].step_written > 0
+    assert len(list(Path(paths[2].path).rglob("gen-*.bin"))) == 2
+    store.close()
+    assert "new:" not in open_store(paths).report()
 
 
 def test_every_byte_of_the_manifest_is_guarded(open_store: Open, tmp_path: Path) -> None:
