@@ -117,7 +117,7 @@ def _read(place: Place, plane: Plane) -> torch.Tensor | None:
         high = _read_plane(place, Plane.PARAM)
         if segment.dtype is torch.float32:
             return high
-        return join_bf16(high, _read_plane(place, Plane.REMAINDER)).view(slot.shape)
+        return _joined(place, high, _read_plane(place, Plane.REMAINDER))
     return _read_plane(place, plane)
 
 
@@ -153,17 +153,24 @@ def plane_in_memory(segment: Segment, plane: Plane) -> torch.Tensor | None:
     return torch.frombuffer(block.view, dtype=dtype) if block.nbytes else torch.empty(0, dtype=dtype)
 
 
-def join_bf16(high: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
-    """fp32 masters from their bf16 half and the signed 16-bit remainder."""
-    bits = (high.view(torch.int16).to(torch.int32) << 16) + remainder.to(torch.int32)
-    return bits.view(torch.float32)
+def _joined(place: Place, high: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
+    """fp32 masters from their bf16 half and the remainder."""
+    master = torch.empty(high.shape, dtype=torch.float32)
+    place.runtime.kernels.merge_bf16(
+        master.numel(), param=high.data_ptr(), remainder=remainder.data_ptr(), master=master.data_ptr()
+    )
+    return master
 
 
-def split_bf16(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The bf16 half (rounded to nearest even) and the remainder of fp32 masters."""
-    high = master.to(torch.bfloat16)
-    low = (master.view(torch.int32) - (high.view(torch.int16).to(torch.int32) << 16)).to(torch.int16)
-    return high, low
+def _split(place: Place, master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The bf16 half and the remainder of fp32 masters."""
+    master = master.contiguous()
+    high = torch.empty(master.shape, dtype=torch.bfloat16)
+    remainder = torch.empty(master.shape, dtype=torch.int16)
+    place.runtime.kernels.split_bf16(
+        master.numel(), master=master.data_ptr(), param=high.data_ptr(), remainder=remainder.data_ptr()
+    )
+    return high, remainder
 
 
 # -- writing ---------------------------------------------------------------------------------------------------------
@@ -245,7 +252,7 @@ def _planes_of(edit: Edit) -> Iterator[tuple[Plane, torch.Tensor]]:
         yield edit.plane, edit.values.to(plane_dtype(edit.plane, segment.dtype))
         return
     if segment.dtype is torch.bfloat16:
-        high, remainder = split_bf16(edit.values.float().contiguous())
+        high, remainder = _split(edit.place, edit.values.float())
         yield Plane.PARAM, high
         yield Plane.REMAINDER, remainder
         return

@@ -117,24 +117,34 @@ class InitialState:
             if spec.plane is Plane.MASTER:
                 _copy_range(segment, begin, tensor)
             elif spec.plane is Plane.REMAINDER:
-                self._fill_remainder(segment, begin, tensor)
+                self._split_piecewise(segment, begin, torch.empty(0, dtype=torch.bfloat16), tensor)
 
-    def _fill_remainder(self, segment: Segment, begin: int, remainder: torch.Tensor) -> None:
-        """Piece by piece, so that no fp32 copy of the whole segment is needed."""
-        piece = min(remainder.numel(), self._chunk_numel)
+    def _split_piecewise(self, segment: Segment, begin: int, param: torch.Tensor, remainder: torch.Tensor) -> None:
+        """Split the masters from element ``begin`` on, a piece at a time so that no fp32 copy of them all is needed. One
+        of the two results may be empty: it is not wanted."""
+        numel = max(param.numel(), remainder.numel())
+        piece = min(numel, self._chunk_numel)
         master = torch.empty(piece, dtype=torch.float32)
-        param = torch.empty(piece, dtype=torch.bfloat16)
-        for start in range(0, remainder.numel(), piece or 1):
-            count = min(piece, remainder.numel() - start)
-            master.zero_()
-            _copy_range(segment, begin + start, master[:count])
-            self._split(master[:count], param[:count], remainder[start : start + count])
+        unwanted = torch.empty(piece, dtype=torch.bfloat16)
+        for start in range(0, numel, piece or 1):
+            part = slice(start, min(start + piece, numel))
+            count = part.stop - start
+            _copy_range(segment, begin + start, master[:count].zero_())
+            self._split(
+                master[:count],
+                param[part] if param.numel() else unwanted[:count],
+                remainder[part] if remainder.numel() else unwanted[:count],
+            )
 
     def _keep_parameters(self, segment: Segment) -> None:
         arena = self._arenas[segment.param_tier]
         block = arena.alloc(segment.nbytes, f"parameters of {segment.name}")
         flat = tensor_over(block, segment.dtype, segment.layout.numel).zero_()
-        _copy_range(segment, 0, flat)
+        if segment.trainable and segment.dtype is torch.bfloat16:
+            # The split rounds half-way cases its own way, so it must also make the copies that compute uses.
+            self._split_piecewise(segment, 0, flat, torch.empty(0, dtype=torch.int16))
+        else:
+            _copy_range(segment, 0, flat)
         segment.home = block
         segment.bind(block, 0)
 
