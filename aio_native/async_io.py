@@ -166,7 +166,7 @@ class AsyncIO:
             core.pointer, file.number, operation, core.ffi.NULL, 0, 0, 0, Priority.DEMAND, error
         )
         self._check_submitted(transfer, int(error[0]), file.path)
-        return Handle(core, transfer, ((file.path, operation, 0, 0),), None, 0)
+        return Handle(core, transfer, ((file.path, operation, 0, 0),), file, 0)
 
     def _own(self, file: File) -> Core:
         core = self._core
@@ -196,7 +196,7 @@ class AsyncIO:
         )
         if not transfer:
             self._check_submitted(transfer, int(error[0]), file.path)
-        return Handle(core, transfer, ((file.path, operation, offset, nbytes),), memory, nbytes)
+        return Handle(core, transfer, ((file.path, operation, offset, nbytes),), (file, memory), nbytes)
 
     def submit(self, requests: Sequence[Read | Write], *, priority: Priority = Priority.DEMAND) -> Handle:
         """Submits many requests, of several files if need be, as one transfer.
@@ -212,7 +212,7 @@ class AsyncIO:
             memory = self._memory(operation, request.file, request.buffer, request.offset)
             extent.file, extent.operation = request.file.number, operation
             extent.address, extent.nbytes, extent.offset = memory, len(memory), request.offset
-            owned.append(memory)
+            owned.append((request.file, memory))
             told.append((request.file.path, operation, request.offset, len(memory)))
             total += len(memory)
         error = self._core.ffi.new("int *")

@@ -78,7 +78,7 @@ class AlignedBuffer:
 
     def close(self) -> None:
         """Lets go of the memory; idempotent. Views that are still held keep it alive."""
-        if self.view is not None:
+        with contextlib.suppress(BufferError):  # a transfer uses the view itself
             self.view.release()
         with contextlib.suppress(BufferError):  # other views are alive: the last of them unmaps
             self._mapping.close()

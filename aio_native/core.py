@@ -25,7 +25,8 @@ class Core:
         self.pointer = pointer
         self.pid = os.getpid()
         self.closed = False
-        self.lock = threading.Lock()
+        # Reentrant: a finalizer may run in the middle of a locked section and settle a handle.
+        self.lock = threading.RLock()
         self.registered: dict[int, Any] = {}
         """Address → the buffer that is registered, kept alive until it is unregistered."""
         self._live: set[Handle] = set()

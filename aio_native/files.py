@@ -1,5 +1,6 @@
 """A file that an AsyncIO has open."""
 
+import contextlib
 import errno
 import os
 import stat
@@ -56,8 +57,7 @@ class File:
         if self._core.closed or os.getpid() != self._core.pid:
             self._number = 0
             return
-        with self._core.lock:
-            number, self._number = self._number, 0
+        number, self._number = self._number, 0
         if not number:
             return
         rc = -self._core.lib.lamina_file_remove(self._core.pointer, number)
@@ -71,6 +71,11 @@ class File:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def __del__(self) -> None:
+        # Handles hold their file, so nothing is in flight and this does not wait.
+        with contextlib.suppress(AsyncIOError, AttributeError):
+            self.close()
 
     def __repr__(self) -> str:
         how = f"direct, alignment {self.alignment}" if self.direct else "buffered"

@@ -119,7 +119,7 @@ static void drop_buffers(struct ring *r, const char *address, uint64_t nbytes) {
 }
 
 static int add_buffers(struct ring *r, char *address, uint64_t nbytes) {
-    int rc = r->features.fixed_buffers ? 0 : -ENOTSUP;
+    int rc = r->features.fixed_buffers ? 0 : -r->features.fixed_buffers_error;
     for (uint64_t done = 0; done < nbytes && !rc; done += BUFFER_BYTES) {
         uint32_t slot = 0;
         while (slot < BUFFER_SLOTS && r->buffers[slot].nbytes)

@@ -1,5 +1,6 @@
 """Bytes arrive: any size, any offset, any alignment, on both backends, against a plain bytearray."""
 
+import itertools
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -54,7 +55,7 @@ def test_neighbours_in_one_block_survive_writes_side_by_side(io: AsyncIO, path: 
     data = pattern(20_000)
     with io.open(path, create=True, size=20_000) as file:
         cuts = sorted({0, 20_000, *random.Random(5).sample(range(20_000), 300)})
-        spans = list(zip(cuts, cuts[1:], strict=False))
+        spans = list(itertools.pairwise(cuts))
         random.Random(6).shuffle(spans)
         handles = [io.write(file, data[a:b], a) for a, b in spans]
         assert sum(handle.wait() for handle in handles) == 20_000
