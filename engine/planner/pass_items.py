@@ -6,6 +6,7 @@ from lamina.engine.planner.activations import ActivationBytes, activation_bytes
 from lamina.engine.planner.case import Case
 from lamina.engine.planner.items import ON_THE_WAY_BACK, TRAINED, Item, Kind, Phase
 from lamina.engine.planner.placement import DEVICE, HOST, NVME
+from lamina.engine.planner.state_bytes import ALIGN_ELEMENTS, CHUNK_ELEMENTS, align_up
 
 
 def window_numel(case: Case) -> int:
@@ -76,6 +77,23 @@ def _kept(case: Case, acts: ActivationBytes) -> Iterator[Item]:
     yield Item(tier=over, kind=Kind.PINNED, nbytes=2 * stream, phases=TRAINED, formula=formula)
 
 
+def update_sub_group(case: Case) -> int:
+    """Elements that the optimizer streams at a time.
+
+    As many as are asked for and useful, but with all buffers at most a third of the host budget, in whole
+    checksum chunks and at least one. With g bytes of other state in host memory and u bytes per element in
+    all buffers a budget of g + u * n leaves u * n <= g / 2.
+    """
+    part, own, place = case.slice, case.buffers, case.place
+    others = sum(part.trainable_shards) * case.load.grad_bytes if place.grad == HOST else 0
+    if place.param == HOST:
+        others += sum(part.shards if part.ranks > 1 else part.groups) * case.load.itemsize
+    per_element = own.update_depth * sum(case.planes.values())
+    useful = align_up(max(part.trainable_shards, default=0), ALIGN_ELEMENTS)
+    wanted = min(own.sub_group, others // 2 // per_element)
+    return min(max(wanted // CHUNK_ELEMENTS, 1) * CHUNK_ELEMENTS, useful)
+
+
 def staging_items(case: Case) -> Iterator[Item]:
     part, load, place, own = case.slice, case.load, case.place, case.buffers
     gpu = not case.machine.shared_memory
@@ -96,7 +114,7 @@ def staging_items(case: Case) -> Iterator[Item]:
         )
     if place.optimizer == NVME:
         per_param = sum(case.planes.values()) + (load.grad_bytes if place.grad == NVME else 0)
-        sub_group = min(own.sub_group, max(part.trainable_shards, default=0))
+        sub_group = update_sub_group(case)
         nbytes = own.update_depth * sub_group * per_param
         formula = f"{own.update_depth} sub-groups of {sub_group} x {per_param} B"
         yield Item(tier=HOST, kind=Kind.PINNED, nbytes=nbytes, phases=update, formula=formula)

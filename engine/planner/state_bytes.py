@@ -19,6 +19,9 @@ fp32.
 One number for all planes, so that an element has the same offset in each of them.
 """
 
+CHUNK_ELEMENTS = 1 << 19
+"""Sub-groups are cut at multiples of this many elements: whole checksum chunks of every plane."""
+
 PARAM = "param"
 REMAINDER = "remainder"
 MASTER = "master"

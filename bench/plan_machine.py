@@ -1,0 +1,61 @@
+"""The machine that `lamina plan` plans for: a preset, a JSON file, or this one with measured rates."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lamina.engine.planner import Machine, PlanError, machine_from_mapping, machine_preset, this_machine
+from lamina.tiers.profile_file import load_profile
+
+
+def find_machine(
+    name: str,
+    *,
+    ranks: int = 1,
+    nvme_path: str | None = None,
+    profile: Path | None = None,
+    changes: Mapping[str, Any] | None = None,
+) -> Machine:
+    """The machine called `name`, with `changes` applied. Raises PlanError that names what is missing.
+
+    For `this`, rates come from `profile`, those of compute and memory else from a measurement of under a
+    second.
+    """
+    if ranks < 1:
+        raise PlanError(f"--ranks: {ranks} must be at least 1")
+    if name == "this":
+        # Only measuring needs torch, whose import takes longer than a plan.
+        from lamina.bench.plan_rates import quick_rates
+
+        rates = {**quick_rates(), **_profile_rates(nvme_path, profile, changes or {})}
+        machine = this_machine(rates=rates, nvme_path=nvme_path, ranks=ranks)
+    elif Path(name).is_file():
+        machine = machine_from_mapping(_object(Path(name)), source=name)
+    else:
+        machine = machine_preset(name)
+    return machine.with_changes(changes or {})
+
+
+def _profile_rates(nvme_path: str | None, profile: Path | None, changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Rates that `lamina nvme` measured on the disk of `nvme_path`; none without a path.
+
+    Raises ProfileError when there is no profile, or one of another disk, unless `changes` gives the rates.
+    """
+    if nvme_path is None:
+        if profile is not None:
+            raise PlanError(f"--profile {profile}: give --nvme-path too, the folder whose disk it describes")
+        return {}
+    if profile is None and {"nvme_read_bandwidth", "nvme_write_bandwidth"} <= set(changes):
+        return {}
+    return dict(load_profile([nvme_path], file=profile).planner_rates())
+
+
+def _object(path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_text())
+    except ValueError as error:
+        raise PlanError(f"{path}: is no JSON ({error})") from error
+    if not isinstance(values, dict):
+        raise PlanError(f"{path}: is no JSON object")
+    return values

@@ -1,0 +1,89 @@
+"""One training run in a process of its own, for `plan_check`: measured bytes and seconds as one line of JSON.
+
+    python -m lamina.bench.plan_probe '{"shape": {...}, "config": {...}, ...}'
+
+Started by hand it takes the job as its argument; under a launcher RANK and WORLD_SIZE tell which rank it is.
+"""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from lamina.bench.gpt import GPT, VOCABULARY, GPTShape
+from lamina.bench.report import process_memory
+from lamina.engine import initialize
+
+WARM_UP = 2
+
+
+class CheckpointedBlocks(nn.ModuleList):
+    """Blocks that run under activation checkpointing when they are iterated over."""
+
+    def __iter__(self) -> Iterator[Any]:
+        for block in super().__iter__():
+            yield lambda x, block=block: checkpoint(block, x, use_reentrant=False)
+
+
+def measure(job: dict[str, Any]) -> dict[str, Any]:
+    """Train a few steps; peaks of the arenas by tier, growth of resident memory, median seconds of a step."""
+    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    if world > 1:
+        torch.distributed.init_process_group("gloo")
+    torch.manual_seed(0)
+    batch, sequence, accumulation = job["micro_batch"], job["sequence"], job["accumulation"]
+    tokens = torch.randint(VOCABULARY, (batch, sequence))
+    _warm_up(job)
+    before = process_memory()["rss"]
+    _forget_peak()
+    model = GPT(GPTShape(**job["shape"]))
+    if job["checkpointing"]:
+        model.blocks = CheckpointedBlocks(model.blocks)
+    engine, _, _, _ = initialize(model=model, config=job["config"])
+    seconds = []
+    with engine:
+        plan = str(engine.plan)
+        for _ in range(WARM_UP + job["steps"]):
+            began = time.perf_counter()
+            for _ in range(accumulation):
+                engine.backward(engine(tokens, tokens))
+                engine.step()
+            seconds.append(time.perf_counter() - began)
+        metrics = engine.metrics()
+    if world > 1:
+        torch.distributed.destroy_process_group()
+    return {
+        "rank": rank,
+        "peak_bytes": {str(tier): nbytes for tier, nbytes in metrics.peak_bytes.items()},
+        "rss_growth": process_memory()["peak_rss"] - before,
+        "step_s": median(seconds[WARM_UP:]),
+        "step_low_s": min(seconds[WARM_UP:]),
+        "plan": plan,
+    }
+
+
+def _warm_up(job: dict[str, Any]) -> None:
+    """What torch loads and allocates once for itself in a first pass is not part of a run's growth."""
+    small = GPTShape(layers=1, dim=64, heads=2, seq=16)
+    model = GPT(small).to(torch.bfloat16 if job["config"].get("bf16") else torch.float32)
+    if job["checkpointing"]:
+        model.blocks = CheckpointedBlocks(model.blocks)
+    tokens = torch.zeros(1, 16, dtype=torch.long)
+    model(tokens, tokens).backward()
+
+
+def _forget_peak() -> None:
+    """Start the kernel's count of peak resident memory anew."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+if __name__ == "__main__":
+    print(json.dumps(measure(json.loads(sys.argv[1]))), flush=True)

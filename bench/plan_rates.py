@@ -1,0 +1,66 @@
+"""Rates of this machine's compute and memory, measured in a few seconds: enough for a plan."""
+
+import time
+from collections.abc import Callable
+from statistics import median
+
+import torch
+
+from lamina.bench.gpt import GPT, VOCABULARY, GPTShape
+from lamina.engine.planner import Workload, shape_from_module
+from lamina.engine.planner.flops import step_flops
+from lamina.engine.planner.state_bytes import as_dtype
+
+_MATRIX = 1024
+_ADAM_FLOATS = 1 << 23
+_REPEATS = 5
+_KERNEL_SHARE = 0.7
+"""Share of a bare matrix product's rate that a whole forward and backward pass reaches."""
+_ADAM_BYTES = 28
+"""fp32 AdamW reads parameter, gradient and two moments and writes all but the gradient."""
+
+
+def quick_rates() -> dict[str, float]:
+    """Fields of the planner's machine: operations per second of matrix products, bytes per second of an
+    update."""
+    parameter = torch.nn.Parameter(torch.ones(_ADAM_FLOATS))
+    parameter.grad = torch.full_like(parameter, 1e-3)
+    update = torch.optim.AdamW([parameter], fused=True)
+    return {
+        "fp32_flops": _product_flops(torch.float32),
+        "half_flops": _product_flops(torch.bfloat16),
+        "host_bandwidth": _ADAM_BYTES * _ADAM_FLOATS / _median_seconds(update.step),
+        "achievable": _KERNEL_SHARE,
+    }
+
+
+def training_flops(dtype: str, shape: GPTShape) -> float:
+    """Operations per second of a forward and backward pass in memory: two blocks of this shape, two
+    sequences."""
+    small = GPTShape(layers=2, dim=shape.dim, heads=shape.heads, seq=shape.seq, tied=shape.tied)
+    model = GPT(small).to(torch.float32 if dtype == "fp32" else torch.bfloat16)
+    tokens = torch.randint(VOCABULARY, (2, shape.seq))
+
+    def work() -> None:
+        model(tokens, tokens).backward()
+        model.zero_grad(set_to_none=True)
+
+    load = Workload(micro_batch=2, sequence=shape.seq, dtype=as_dtype(dtype), checkpoint_interval=0)
+    flops = step_flops(shape_from_module(model, name="gpt", heads=small.heads), load).hardware_per_token
+    return flops * load.tokens / _median_seconds(work)
+
+
+def _product_flops(dtype: torch.dtype) -> float:
+    left = torch.ones(_MATRIX, _MATRIX, dtype=dtype)
+    out = torch.empty_like(left)
+    return 2 * _MATRIX**3 / _median_seconds(lambda: torch.matmul(left, left, out=out))
+
+
+def _median_seconds(work: Callable[[], object]) -> float:
+    work()
+    taken = []
+    for _ in range(_REPEATS):
+        start = time.perf_counter()
+        work()
+        taken.append(time.perf_counter() - start)
+    return median(taken)
