@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from lamina.aio_native import AlignedBuffer
 from lamina.tiers.errors import BudgetError
 from lamina.tiers.freelist import FreeList
+from lamina.tiers.memory import read_memory_limits
 from lamina.tiers.tier import Tier
 
 
@@ -46,13 +47,29 @@ class ArenaReport:
         return "\n".join(lines)
 
 
+def _cannot_reserve(tier: Tier, nbytes: int, error: OSError) -> BudgetError:
+    allowed, why = read_memory_limits().allowance()
+    key = f"tiers.{tier}_bytes"
+    return BudgetError(
+        f"{tier} arena: cannot reserve {nbytes:,} bytes: {error.strerror}. By {why}, {allowed:,} can be had: lower {key}",
+        owner=key,
+        wanted=nbytes,
+        free=allowed,
+        budget=nbytes,
+        largest=allowed,
+    )
+
+
 class _Reservation:
     """The memory and its books; outlives the Arena for as long as a block or a view of one is held."""
 
     def __init__(self, tier: Tier, nbytes: int, huge_pages: bool | None) -> None:
         self.tier = tier
         self.nbytes = nbytes
-        self.buffer = AlignedBuffer(nbytes, huge_pages=huge_pages) if nbytes else None
+        try:
+            self.buffer = AlignedBuffer(nbytes, huge_pages=huge_pages) if nbytes else None
+        except OSError as error:
+            raise _cannot_reserve(tier, nbytes, error) from error
         self.address = self.buffer.address if self.buffer else 0
         self.lock = threading.Lock()
         self.holes = FreeList(nbytes)
