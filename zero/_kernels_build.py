@@ -27,12 +27,14 @@ ffibuilder.set_source(
     depends=[str(CSRC / name) for name in ("kernels.h", "ops.h", "body.h", "pool.h", "half.h", "fpenv.h")],
     include_dirs=[str(CSRC)],
     libraries=["m"],
-    # Only explicit multiply-adds may fuse: every path must give the same bits.
+    # Only explicit multiply-adds may fuse: every path must give the same bits. Planes are bytes whose type the
+    # caller names at run time, and tails go through a buffer of another type.
     extra_compile_args=[
         "-std=c11",
         "-O3",
         "-ffp-contract=off",
         "-fno-math-errno",
+        "-fno-strict-aliasing",
         "-Wall",
         "-Wextra",
         "-pthread",

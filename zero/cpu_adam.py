@@ -36,8 +36,8 @@ class CPUAdam(torch.optim.Optimizer):
     """Adam(W) for fp32, bf16 and fp16 parameters in host memory; gradients may have any of these dtypes.
 
     adamw_mode (a group's "decoupled_weight_decay", as torch calls it) chooses AdamW; False adds the decay
-    to the gradient. num_threads and cores are those of lamina.zero.kernels.Kernels; kernels shares existing
-    ones instead.
+    to the gradient. weight_decay is 0 by default in both. num_threads and cores are those of
+    lamina.zero.kernels.Kernels; kernels shares existing ones instead.
 
     The state of each parameter is torch's (step, exp_avg, exp_avg_sq, the moments in fp32) and for bf16
     "remainder" (int16), for fp16 "master" (fp32). State dicts go both ways between this class and
