@@ -21,9 +21,13 @@ from .trace import TraceCursor
 
 
 class Transfer(Protocol):
-    """A fetch under way; owns what it fills until ``wait`` returns."""
+    """A fetch under way; owns what it fills until ``wait`` or ``drop`` returns."""
 
-    def wait(self) -> None: ...
+    def wait(self) -> None:
+        """Return once the group can be used. Between ranks this may be a collective, made in the order of use."""
+
+    def drop(self) -> None:
+        """Return once nothing touches the memory any more; the group is not going to be used."""
 
 
 class Source(Protocol):
@@ -128,7 +132,7 @@ class Executor:
         """Drop every fetched copy: the homes hold newer values. Waits for transfers under way."""
         for index, seat in enumerate(self._seats):
             if seat.residency is Residency.FETCHING:
-                self._arrive(index)
+                self._drop(index)
             if seat.residency is Residency.RESIDENT:
                 if seat.pins:
                     raise RuntimeError(f"{self.sources[index].name} is in use and cannot be dropped")
@@ -161,7 +165,7 @@ class Executor:
                 held[index] = seat.block.nbytes
                 if seat.pins or seat.residency is Residency.FETCHING or index == self._current:
                     busy.add(index)
-        return DeviceState(held=held, busy=busy, capacity_bytes=self.arena.nbytes)
+        return DeviceState(held=held, busy=busy, capacity_bytes=sum(held.values()) + self.arena.free_bytes)
 
     def _prefetch(self) -> None:
         upcoming = self.trace.upcoming(len(self.trace.recorded))
@@ -214,6 +218,19 @@ class Executor:
         seat.residency = seat.residency.arrive()
         source.bind(block)
 
+    def _drop(self, index: int) -> None:
+        """Give up a fetch that is under way."""
+        seat = self._seats[index]
+        transfer, block = seat.transfer, seat.block
+        seat.transfer = seat.block = None
+        seat.residency = seat.residency.fail()
+        try:
+            if transfer is not None:
+                transfer.drop()
+        finally:
+            if block is not None:
+                block.free()
+
     def _evict(self, index: int) -> None:
         seat = self._seats[index]
         seat.residency = seat.residency.evict()
@@ -224,11 +241,14 @@ class Executor:
         self.counters.evictions += 1
 
     def _room_for(self, index: int) -> Block:
-        """A block for a demanded group: evicts idle groups, furthest next use first, until one fits."""
-        source = self.sources[index]
+        """A block for a demanded group."""
+        return self.make_room(self.sources[index].nbytes, self.sources[index].name)
+
+    def make_room(self, nbytes: int, owner: str) -> Block:
+        """A block of the device tier: evicts idle groups, furthest next use first, until it fits. Raises BudgetError."""
         upcoming = self.trace.upcoming(len(self.trace.recorded))
         while True:
-            block = self.arena.try_alloc(source.nbytes, source.name)
+            block = self.arena.try_alloc(nbytes, owner)
             if block is not None:
                 return block
             state = self._state()
@@ -238,19 +258,18 @@ class Executor:
                 continue
             waiting = [i for i, seat in enumerate(self._seats) if seat.residency is Residency.FETCHING]
             if not waiting:
-                raise self._refusal(source)
-            for group in waiting:  # a prefetch came too early: let it land, then it can be evicted
-                self._arrive(group)
+                raise self._refusal(nbytes, owner)
+            self._drop(max(waiting, key=lambda group: (_distance(upcoming, group), group)))  # a prefetch came too early
 
-    def _refusal(self, source: Source) -> BudgetError:
+    def _refusal(self, nbytes: int, owner: str) -> BudgetError:
         in_use = [self.sources[i].name for i, seat in enumerate(self._seats) if seat.pins]
         return BudgetError(
-            f"{self.arena.tier} arena: {source.name} wants {source.nbytes:,} bytes of a window of {self.arena.nbytes:,}, of "
+            f"{self.arena.tier} arena: {owner} wants {nbytes:,} bytes of a window of {self.arena.nbytes:,}, of "
             f"which {self.arena.free_bytes:,} are free (largest hole {self.arena.largest_hole:,}), and nothing else can be "
             f"evicted: in use are {', '.join(in_use) or 'no groups, but tensors over evicted ones are still held'}. "
             f"Raise tiers.{self.arena.tier}_bytes",
-            owner=source.name,
-            wanted=source.nbytes,
+            owner=owner,
+            wanted=nbytes,
             free=self.arena.free_bytes,
             budget=self.arena.nbytes,
             largest=self.arena.largest_hole,

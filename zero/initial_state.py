@@ -51,9 +51,9 @@ class InitialState:
             self._write(segment, transaction)
         if segment.state_tier is not Tier.NVME and segment.trainable:
             self._keep_state(segment)
-        if segment.in_place:
+        if segment.param_tier is not Tier.NVME:
             self._keep_parameters(segment)
-        else:
+        if not segment.in_place:
             segment.unbind()
 
     # -- NVMe ----------------------------------------------------------------------------------------------------------
@@ -138,15 +138,18 @@ class InitialState:
 
     def _keep_parameters(self, segment: Segment) -> None:
         arena = self._arenas[segment.param_tier]
-        block = arena.alloc(segment.nbytes, f"parameters of {segment.name}")
-        flat = tensor_over(block, segment.dtype, segment.layout.numel).zero_()
+        numel = segment.layout.numel if segment.replicated else segment.layout.shard_numel
+        begin = 0 if segment.replicated else segment.layout.shard_range(segment.rank)[0]
+        block = arena.alloc(numel * segment.dtype.itemsize, f"parameters of {segment.name}")
+        flat = tensor_over(block, segment.dtype, numel).zero_()
         if segment.trainable and segment.dtype is torch.bfloat16:
             # The split rounds half-way cases its own way, so it must also make the copies that compute uses.
-            self._split_piecewise(segment, 0, flat, torch.empty(0, dtype=torch.int16))
+            self._split_piecewise(segment, begin, flat, torch.empty(0, dtype=torch.int16))
         else:
-            _copy_range(segment, 0, flat)
+            _copy_range(segment, begin, flat)
         segment.home = block
-        segment.bind(block, 0)
+        if segment.in_place:
+            segment.bind(block, 0)
 
 
 def _copy_range(segment: Segment, begin: int, into: torch.Tensor) -> None:

@@ -17,8 +17,9 @@ from .partition import FlatLayout
 class Segment:
     """Flat layout, parameters in slot order, and the tiers that are home to them.
 
-    ``flat`` is the tensor over the whole unsharded layout while it is in memory (always, when the parameters are at
-    home in memory that compute can use); ``state`` holds a block per plane where the optimizer state is in memory.
+    ``flat`` is the tensor over the whole unsharded layout while it is in memory. ``home`` holds the parameters where their
+    tier is memory: the whole layout when they are ``replicated``, else this rank's shard. ``in_place``: compute uses
+    ``home`` itself. ``state`` holds a block per plane where the optimizer state is in memory.
     """
 
     name: str
@@ -32,6 +33,7 @@ class Segment:
     param_tier: Tier = Tier.DEVICE
     state_tier: Tier = Tier.HOST
     in_place: bool = True
+    replicated: bool = True
     flat: torch.Tensor | None = None
     home: Block | None = None
     state: dict[Plane, Block] = field(default_factory=dict)
@@ -82,9 +84,24 @@ class Segment:
         begin, end = self.layout.shard_range(self.rank)
         return flat[begin:end]
 
+    @property
+    def home_offset(self) -> int:
+        """Byte offset of this rank's shard in ``home``."""
+        return self.layout.shard_range(self.rank)[0] * self.dtype.itemsize if self.replicated else 0
+
+    @property
+    def shard_nbytes(self) -> int:
+        return self.layout.shard_numel * self.dtype.itemsize
+
+    def home_shard(self) -> memoryview:
+        """This rank's shard where the parameters are at home in memory. Raises RuntimeError where they are not."""
+        if self.home is None:
+            raise RuntimeError(f"{self.name} is not at home in memory")
+        return self.home.view[self.home_offset : self.home_offset + self.shard_nbytes]
+
     def address(self, plane: Plane) -> int:
         """Address of this rank's shard of a plane that is in memory; 0 when it is not."""
         if plane is Plane.PARAM:
-            return self.shard_of(self.flat).data_ptr() if self.flat is not None and self.in_place else 0
+            return self.home.address + self.home_offset if self.home is not None else 0
         block = self.state.get(plane)
         return block.address if block is not None else 0

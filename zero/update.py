@@ -207,7 +207,7 @@ class Updater:
         job, numel = chunk.job, chunk.end - chunk.begin
         offsets, handles, offset = {}, [], 0
         for spec in job.segment.stored_planes:
-            if spec.plane is Plane.PARAM and job.segment.in_place and not job.from_store:
+            if spec.plane is Plane.PARAM and job.segment.home is not None and not job.from_store:
                 continue
             offsets[spec.plane] = offset
             nbytes = numel * spec.itemsize
@@ -251,7 +251,7 @@ class Updater:
             else:  # a parameter that is cached in memory: written from there
                 view = self._cached_param(segment, where, nbytes)
             handles.append(transaction.write(segment.name, spec.plane, view, offset=where))
-        if job.from_store and segment.in_place:
+        if job.from_store and segment.home is not None:
             self._refresh_cache(segment, flight, chunk)
         self.counters.read_stall_s += ready - began
         self.counters.adam_s += computed - ready
@@ -300,10 +300,7 @@ class Updater:
         self._job_done(job)
 
     def _cached_param(self, segment: Segment, where: int, nbytes: int) -> memoryview:
-        if segment.home is None:
-            raise RuntimeError(f"{segment.name} is not at home in memory")
-        begin = segment.layout.shard_range(segment.rank)[0] * segment.dtype.itemsize + where
-        return segment.home.view[begin : begin + nbytes]
+        return segment.home_shard()[where : where + nbytes]
 
     def _refresh_cache(self, segment: Segment, flight: _InFlight, chunk: _Chunk) -> None:
         itemsize = segment.dtype.itemsize
