@@ -6,6 +6,7 @@ files with names that we give. Anything else is left where it is.
 """
 
 import contextlib
+import errno
 import fcntl
 import os
 import re
@@ -22,10 +23,17 @@ _FOLDER = re.compile(r"\.lamina-nvme-[0-9a-f]{16}")
 _DATA = re.compile(r"(data|fio|store)-[0-9]+(-[0-9]+)?\.bin")
 
 
+class FolderError(OSError):
+    """The folder cannot be worked in; the text says why and what to do, `errno` is the system's."""
+
+    def __str__(self) -> str:
+        return str(self.strerror)
+
+
 class PrivateFolder:
     """A folder of our own inside of `parent`, removed with all it holds by close(); also a context manager.
 
-    Raises OSError with the parent's path when nothing can be made there. `removed`: leftovers of earlier runs that were
+    Raises FolderError with the parent's path when nothing can be made there. `removed`: leftovers of earlier runs that were
     cleared away; `kept`: folders that look like ours but are not, one sentence each.
     """
 
@@ -53,17 +61,15 @@ class PrivateFolder:
         except OSError as error:
             raise self._refusal(error) from error
         if not stat.S_ISDIR(status.st_mode):
-            raise NotADirectoryError(f"{self.parent} is not a folder: give a folder on the disk to be measured")
+            raise FolderError(errno.ENOTDIR, f"{self.parent} is not a folder: give a folder on the disk to be measured")
 
-    def _refusal(self, error: OSError) -> OSError:
+    def _refusal(self, error: OSError) -> FolderError:
         hint = {
             "FileNotFoundError": "make it first (mkdir -p), on the disk to be measured",
             "PermissionError": f"give a folder that user {os.geteuid()} may write",
         }.get(type(error).__name__, "give a folder that can be written")
         text = f"cannot work in {self.parent}: {error.strerror}; {hint}"
-        refusal = type(error)(text)
-        refusal.errno = error.errno
-        return refusal
+        return FolderError(error.errno or errno.EIO, text)
 
     def data_file(self, kind: str, *numbers: int) -> Path:
         """Path of a data file: only such names are removed."""

@@ -77,24 +77,12 @@ def create_files(files: FileSet, memory: memoryview, *, backend: str, check: Cal
     Raises OSError: ENOSPC when the disk is full, before or while it is written.
     """
     with _noted() as notes, _engine(backend, MIB, 32, 32) as io:
-        written, began = 0, time.perf_counter()
+        written, seconds = 0, 0.0
         for path in files.paths:
-            with io.open(path, create=True, exclusive=True, size=files.file_bytes, direct=files.direct) as file:
-                if not written:
-                    began = time.perf_counter()
-                step = min(len(memory), 16 * MIB)
-                queue: deque[Handle] = deque()
-                for offset in range(0, files.file_bytes, step):
-                    check()
-                    length = min(step, files.file_bytes - offset)
-                    begin = offset % len(memory) if offset % len(memory) + length <= len(memory) else 0
-                    queue.append(io.write(file, memory[begin : begin + length], offset))
-                    if len(queue) >= 4:
-                        written += queue.popleft().wait()
-                while queue:
-                    written += queue.popleft().wait()
-                found = file
-        seconds = time.perf_counter() - began
+            with io.open(path, create=True, exclusive=True, size=files.file_bytes, direct=files.direct) as found:
+                began = time.perf_counter()
+                written += _fill(io, found, files.file_bytes, memory, check)
+                seconds += time.perf_counter() - began
     return Created(
         direct=found.direct,
         reason=found.reason,
@@ -105,6 +93,23 @@ def create_files(files: FileSet, memory: memoryview, *, backend: str, check: Cal
         written_bytes=written,
         notes=tuple(notes),
     )
+
+
+def _fill(io: AsyncIO, file: File, nbytes: int, memory: memoryview, check: Callable[[], None]) -> int:
+    """Write all of a file, a few large requests at once; bytes written."""
+    written, step = 0, min(len(memory), 16 * MIB)
+    queue: deque[tuple[Handle, int]] = deque()
+    with _told_once(queue):
+        for offset in range(0, nbytes, step):
+            check()
+            length = min(step, nbytes - offset)
+            begin = offset % len(memory) if offset % len(memory) + length <= len(memory) else 0
+            queue.append((io.write(file, memory[begin : begin + length], offset), 0))
+            if len(queue) >= 4:
+                written += queue.popleft()[0].wait()
+        while queue:
+            written += queue.popleft()[0].wait()
+    return written
 
 
 @contextlib.contextmanager
@@ -127,6 +132,20 @@ def _engine(backend: str, block_bytes: int, depth: int, threads: int) -> AsyncIO
         num_threads=threads,
         inline_bytes=0,  # a waiting thread that helps out would be one more than the depth says
     )
+
+
+@contextlib.contextmanager
+def _told_once(queue: "deque[tuple[Handle, int]]") -> Iterator[None]:
+    """After an error the requests that are still queued are dropped, and their own failures are not told as well."""
+    try:
+        yield
+    except BaseException:
+        for handle, _ in queue:
+            handle.cancel()
+        for handle, _ in queue:
+            with contextlib.suppress(OSError):
+                handle.wait()
+        raise
 
 
 class Bench:
@@ -239,14 +258,15 @@ class _Flow:
 
         Large pieces come in bursts as long as the queue, so that several queues' worth must pass for a fair figure.
         """
-        for slot in range(self._slots):
-            self._issue(slot)
-        self._run(time.perf_counter() + max(0.01, WARM_SHARE * seconds), 0, check)
-        first, began = self._io.stats(), time.perf_counter()
-        self._run(began + seconds, QUEUES * self._inflight_bytes, check)
-        last, ended = self._io.stats(), time.perf_counter()
-        while self._queue:
-            self._queue.popleft()[0].wait()
+        with _told_once(self._queue):
+            for slot in range(self._slots):
+                self._issue(slot)
+            self._run(time.perf_counter() + max(0.01, WARM_SHARE * seconds), 0, check)
+            first, began = self._io.stats(), time.perf_counter()
+            self._run(began + seconds, QUEUES * self._inflight_bytes, check)
+            last, ended = self._io.stats(), time.perf_counter()
+            while self._queue:
+                self._queue.popleft()[0].wait()
         return ended - began, first, last
 
     def _run(self, end: float, nbytes: int, check: Callable[[], None]) -> None:

@@ -24,10 +24,11 @@ from .verdict import best, doubts, recommend, summarise
 
 REGION_BYTES = 32 * MIB
 ROUNDS = 5
+"""Of huge and small pages in turn."""
 FLEET_ROUNDS = 3
 TRIAL_S = 0.04
 """What a trial takes beyond its seconds."""
-SHORTEST_S = 0.05
+SHORTEST_S = 0.02
 FIO_START_S = 0.4
 """What a run of fio takes beyond its run time."""
 FIO_ROUNDS = (3, 9)

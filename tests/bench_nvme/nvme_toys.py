@@ -13,14 +13,14 @@ from lamina.bench.nvme.points import Measured, Phase, Point, Trial, Workload
 
 RING_BAN = Path(__file__).parents[1] / "aio_native" / "ring_ban.py"
 TOY = [
-    "--seconds", "0.4", "--size", "8MiB", "--block-sizes", "64K,256K", "--queue-depths", "1,4", "--files", "1,2",
+    "--seconds", "0.2", "--size", "8MiB", "--block-sizes", "64K,256K", "--queue-depths", "1,4", "--files", "1,2",
     "--extras", "none",
 ]  # fmt: skip
 NOBODY = 65534
 
 DROP = """
 import ctypes, os, resource, sys
-import lamina.bench.__main__ as command, lamina.bench.nvme
+import lamina.bench.__main__ as command, lamina.bench.nvme.command
 {before}
 os.setgroups([]); os.setresgid({user}, {user}, {user}); os.setresuid({user}, {user}, {user})
 ctypes.CDLL(None).prctl(4, 1, 0, 0, 0)  # PR_SET_DUMPABLE: or /proc/self stays root's
