@@ -5,6 +5,7 @@ from array import array
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import compress, cycle
 
 from lamina.aio_native import crc32c
 from lamina.tiers.checksum import combine
@@ -118,6 +119,9 @@ class ChunkSums:
 
     def gaps(self, extent: PlaneExtent) -> Iterator[tuple[int, int]]:
         """(offset, nbytes) of what was not written of a plane, in order, neighbours joined."""
+        states = self._states[extent.first_chunk : extent.first_chunk + extent.num_chunks]
+        if not states or min(states) >= ChunkState.STALE:
+            return  # the usual case, without a look at every chunk
         start = end = -1
         for at, size in self._chunk_gaps(extent):
             if at == end:
@@ -165,10 +169,11 @@ class ChunkSums:
         pattern = self.layout.pattern
         if len(pattern) == 1:
             return [self.values.tobytes() if stripe == pattern[0] else b"" for stripe in range(len(self.layout.counts))]
-        tables = [array("I") for _ in self.layout.counts]
-        for index, value in enumerate(self.values):
-            tables[pattern[index % len(pattern)]].append(value)
-        return [table.tobytes() for table in tables]
+        tables = []
+        for stripe in range(len(self.layout.counts)):
+            mine = cycle([dealt == stripe for dealt in pattern])
+            tables.append(array("I", compress(self.values, mine)).tobytes())
+        return tables
 
     @classmethod
     def from_tables(cls, layout: Layout, tables: list[bytes]) -> "ChunkSums":

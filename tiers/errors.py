@@ -52,6 +52,16 @@ class StorageFault(StoreError):
         self.path = path
 
 
+def fault(error: OSError, what: str) -> StorageFault:
+    """The error for a disk that failed with nothing to take over."""
+    return StorageFault(
+        f"{what} failed: {error}. The last committed generation is intact: abort this transaction, free space or give "
+        "another path in tiers.nvme, and go on from there",
+        errno=error.errno,
+        path=str(getattr(error, "path", None) or error.filename or ""),
+    )
+
+
 class IntegrityError(StoreError):
     """Bytes on disk are not the bytes that were written.
 
@@ -79,3 +89,7 @@ class IntegrityError(StoreError):
         self.found = found
         self.shard = shard
         self.plane = plane
+
+    def add_hint(self, hint: str) -> None:
+        """Say what else can be done."""
+        self.args = (f"{self.args[0]}, {hint}",)

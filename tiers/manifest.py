@@ -4,7 +4,7 @@ CRC32C."""
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -245,6 +245,13 @@ def write_manifest(manifest: Manifest, folder: str) -> None:
 
     Raises OSError; ENOSPC and the like leave the old manifest in place.
     """
+    write_temporary(manifest, folder)
+    os.rename(os.path.join(folder, TEMPORARY_NAME), os.path.join(folder, MANIFEST_NAME))
+    sync_directory(folder)
+
+
+def write_temporary(manifest: Manifest, folder: str) -> None:
+    """Write a manifest that does not count yet, durably."""
     temporary = os.path.join(folder, TEMPORARY_NAME)
     data = memoryview(manifest.to_bytes())
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -254,10 +261,3 @@ def write_manifest(manifest: Manifest, folder: str) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
-    os.rename(temporary, os.path.join(folder, MANIFEST_NAME))
-    sync_directory(folder)
-
-
-def newest(records: Sequence[GenerationRecord]) -> GenerationRecord | None:
-    """The current generation of a manifest's list."""
-    return records[0] if records else None

@@ -199,6 +199,8 @@ class Opening:
             stems.append(FROZEN_STEM)
         if spoiled:
             pool.forget(spoiled)
+            stems_text = ", ".join(sorted(record.stem for record in spoiled))
+            self.notes.append(f"made anew: {stems_text}, which a crash had left unfinished")
         frozen = pool.manifest.frozen
         if frozen is not None:
             others = [slot for slot in pool.slots.values() if slot.record.is_frozen]

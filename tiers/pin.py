@@ -16,7 +16,14 @@ from lamina.tiers.errors import StoreError
 from lamina.tiers.folder import sync_directory
 from lamina.tiers.handle import Part, TransferHandle
 from lamina.tiers.layout import Layout
-from lamina.tiers.manifest import MANIFEST_NAME, TEMPORARY_NAME, Manifest, write_manifest
+from lamina.tiers.manifest import (
+    MANIFEST_NAME,
+    TEMPORARY_NAME,
+    Manifest,
+    read_manifest,
+    write_manifest,
+    write_temporary,
+)
 from lamina.tiers.slot import Slot
 from lamina.tiers.stream import Scratch, damage, pump
 
@@ -95,6 +102,7 @@ class PinnedGeneration:
                 work(self)
             except (OSError, StoreError) as error:
                 self._error = error
+                remove_pinned(self.directory, self._manifest)
 
         self._thread = threading.Thread(target=run, name="lamina-pin")
         self._thread.start()
@@ -119,19 +127,63 @@ def remove_pinned(directory: str, manifest: Manifest) -> None:
             raise
 
 
-def make_directory(directory: str, manifest: Manifest) -> None:
-    """Create it, 0700. Raises FileExistsError when it holds a pinned generation or files of the names to be made."""
+def unpin(directory: str) -> None:
+    """Delete the pinned generation in a directory, of this process or an earlier one. Raises StoreError when there is
+    none."""
+    manifest = read_manifest(os.path.join(directory, MANIFEST_NAME))
+    if manifest is None:
+        raise StoreError(f"{directory} holds no pinned generation (no {MANIFEST_NAME})")
+    remove_pinned(directory, manifest)
+
+
+def start_pin(
+    directory: str, manifest: Manifest, sources: Sequence[tuple[Slot, ChunkSums]]
+) -> tuple[PinnedGeneration, list[CopyJob]]:
+    """Link what can be linked; what is left has to be copied. Complete when nothing is.
+
+    [Note: cut pins] The manifest is written under its temporary name before any other file and renamed when all are
+    there. A directory with only the temporary one was left by a crash, and the files that it lists are ours.
+    """
+    _make_directory(directory, manifest)
+    write_temporary(manifest, directory)
+    try:
+        linked, jobs = link_files(directory, sources)
+        if not jobs:
+            write_manifest(manifest, directory)
+            sync_directory(os.path.dirname(directory))
+    except BaseException:
+        remove_pinned(directory, manifest)
+        raise
+    copies = sum(job.slot.layout.file_bytes[job.stripe] for job in jobs)
+    return PinnedGeneration(directory, manifest, linked_bytes=linked, copy_bytes=copies), jobs
+
+
+def _make_directory(directory: str, manifest: Manifest) -> None:
+    """Create it, 0700. Raises FileExistsError when it holds a pinned generation or foreign files of the same names."""
     os.makedirs(os.path.dirname(directory), exist_ok=True)
     try:
         os.mkdir(directory, 0o700)
+        return
     except FileExistsError:
         if os.path.islink(directory) or not os.path.isdir(directory):
             raise
-    taken = [MANIFEST_NAME, *(name for slot in manifest.slots for name in slot.names().values())]
-    for name in taken:
+    if not os.path.lexists(os.path.join(directory, MANIFEST_NAME)):
+        _remove_cut_pin(directory)
+    for name in [MANIFEST_NAME, *(name for slot in manifest.slots for name in slot.names().values())]:
         path = os.path.join(directory, name)
         if os.path.lexists(path):
             raise FileExistsError(errno.EEXIST, "a checkpoint is there already; name another directory", path)
+
+
+def _remove_cut_pin(directory: str) -> None:
+    try:
+        cut = read_manifest(os.path.join(directory, TEMPORARY_NAME))
+    except StoreError:
+        return  # cut while it was written: nothing had been put beside it, and it is written anew
+    if cut is not None:
+        for name in (name for slot in cut.slots for name in slot.names().values()):
+            if os.path.lexists(path := os.path.join(directory, name)):
+                os.unlink(path)
 
 
 def link_files(directory: str, sources: Sequence[tuple[Slot, ChunkSums]]) -> tuple[int, list[CopyJob]]:

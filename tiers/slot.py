@@ -149,9 +149,9 @@ class Slot:
         self.unsynced = failure is not None
         return failure
 
-    def linked_elsewhere(self) -> bool:
-        """Whether a file has another name, that of a checkpoint: then it must never be written again."""
-        return any(_links(file.path) > 1 for file in self.files.values())
+    def own_names_only(self) -> bool:
+        """Whether no file has another name, that of a checkpoint: with one it must never be written again."""
+        return all(_links(file.path) == 1 for file in self.files.values())
 
     def paths(self) -> list[str]:
         """The files' paths."""
@@ -194,8 +194,11 @@ class Slot:
 
 
 def _links(path: str) -> int:
-    """Names of a file."""
-    return os.stat(path, follow_symlinks=False).st_nlink
+    """How many names a file has; 0 when it is gone."""
+    try:
+        return os.stat(path, follow_symlinks=False).st_nlink
+    except FileNotFoundError:
+        return 0
 
 
 def locate(record: SlotRecord, finders: Sequence[Callable[[str], str]]) -> dict[int, tuple[int, str]]:

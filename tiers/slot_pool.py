@@ -5,7 +5,7 @@ import os
 from collections.abc import Sequence
 
 from lamina.aio_native import AsyncIO
-from lamina.tiers.errors import StoreError
+from lamina.tiers.errors import StoreError, fault
 from lamina.tiers.folder import RankFolder, sync_directory
 from lamina.tiers.layout import Layout
 from lamina.tiers.manifest import (
@@ -15,6 +15,7 @@ from lamina.tiers.manifest import (
     Manifest,
     SlotRecord,
     file_name,
+    read_manifest,
     write_manifest,
 )
 from lamina.tiers.room import plan_counts
@@ -46,6 +47,7 @@ class SlotPool:
         self.home = home
         self.slots: dict[str, Slot] = {}
         self.notes: list[str] = []
+        self.doubt = ""
         self.failed: dict[int, OSError] = {}
         self.outdated: set[str] = set()
         self._layouts: dict[tuple[bool, tuple[int, ...]], Layout] = {}
@@ -70,8 +72,23 @@ class SlotPool:
         return self._layouts[key]
 
     def save(self, manifest: Manifest) -> None:
-        """Make a manifest the one that counts. Raises OSError; then the one before counts."""
-        write_manifest(manifest, self.folders[self.home].path)
+        """Make a manifest the one that counts. Raises StorageFault; then the one before counts.
+
+        If it fails after the rename, what is on disk decides. If that cannot be read either, `doubt` says so and the
+        store has to be opened again.
+        """
+        path = os.path.join(self.folders[self.home].path, MANIFEST_NAME)
+        try:
+            write_manifest(manifest, self.folders[self.home].path)
+        except OSError as error:
+            try:
+                found = read_manifest(path)
+            except (OSError, StoreError) as second:
+                self.doubt = f"{path} could neither be written ({error}) nor read ({second})"
+                raise fault(error, f"writing {path}") from second
+            if found is None or found.to_bytes() != manifest.to_bytes():
+                raise fault(error, f"writing {path}") from error
+            self.notes.append(f"{path} was replaced, but making that durable failed: {error}")
         self.manifest = manifest
 
     def rooms(self, replacing: Sequence[Slot] = ()) -> list[int]:
@@ -82,7 +99,7 @@ class SlotPool:
             for stripe, index in slot.where.items():
                 held[index] += slot.layout.file_bytes[stripe]
         for slot in replacing:
-            given_back = not slot.linked_elsewhere() and not slot.holds
+            given_back = slot.own_names_only() and not slot.holds
             for stripe, index in slot.where.items():
                 held[index] -= slot.layout.file_bytes[stripe]
                 gain[index] += slot.layout.file_bytes[stripe] if given_back else 0
@@ -189,14 +206,13 @@ class SlotPool:
         slot.give_up()
 
     def forget(self, records: Sequence[SlotRecord]) -> None:
-        """Remove what is left of slots that could not be opened."""
+        """Remove what there is of slots that are not open."""
         stems = {record.stem for record in records}
         kept = tuple(slot for slot in self.manifest.slots if slot.stem not in stems)
         self.save(self.manifest.with_(slots=kept, retired=(*self.manifest.retired, *records)))
         for record in records:
             for folder in self.folders:
                 folder.remove(record.names().values())
-        self.notes.append(f"made anew: {', '.join(sorted(stems))}, which a crash had left unfinished")
         self.save_retired()
 
     def drop(self, slots: Sequence[Slot]) -> None:
@@ -218,7 +234,7 @@ class SlotPool:
         """Whether a slot's files may be written again: no checkpoint has them, no copy reads them, no path failed, and
         there is no path that they were made without."""
         failed = set(slot.where.values()) & set(self.failed)
-        return not (slot.holds or slot.linked_elsewhere() or failed or slot.record.stem in self.outdated)
+        return slot.own_names_only() and not (slot.holds or failed or slot.record.stem in self.outdated)
 
     def close(self, *, remove: bool) -> None:
         """Close all files; remove: delete them and the manifest."""

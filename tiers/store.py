@@ -8,21 +8,20 @@ from typing import Any
 
 from lamina.aio_native import AsyncIO, Priority
 from lamina.tiers.chunk_sums import ChunkSums
-from lamina.tiers.errors import SpaceError, StoreError
-from lamina.tiers.folder import sync_directory
+from lamina.tiers.errors import IntegrityError, SpaceError, StoreError, fault
 from lamina.tiers.handle import TransferHandle, as_bytes
 from lamina.tiers.layout import require_same_shards
 from lamina.tiers.lock import FolderLock
-from lamina.tiers.manifest import MANIFEST_NAME, FrozenRecord, GenerationRecord, Manifest, read_manifest, write_manifest
+from lamina.tiers.manifest import FrozenRecord, GenerationRecord, Manifest
 from lamina.tiers.opening import Opening, Verify, read_sums, table_crcs
-from lamina.tiers.pin import CopyJob, PinnedGeneration, copy_files, link_files, make_directory
+from lamina.tiers.pin import CopyJob, PinnedGeneration, copy_files, start_pin
 from lamina.tiers.pinned_reader import PinnedReader
 from lamina.tiers.restore import copy_into, link_into
 from lamina.tiers.slot import Slot
 from lamina.tiers.slot_pool import SlotPool
 from lamina.tiers.stream import check_chunks
 from lamina.tiers.tier import NvmePath, Plane, ShardSpec
-from lamina.tiers.transaction import Source, Target, Transaction, TransactionState, fault
+from lamina.tiers.transaction import Source, Target, Transaction, TransactionState
 from lamina.tiers.wear import PathWear
 
 
@@ -55,7 +54,6 @@ class GenerationStore:
         self._transaction: Transaction | None = None
         self._pins: list[PinnedGeneration] = []
         self._torn = False
-        self._doubt = ""
         self._closed = False
         self._frozen_names = frozenset(shard.name for shard in pool.frozen_shards)
 
@@ -72,6 +70,7 @@ class GenerationStore:
         verify: Verify = "resume",
         chunk_bytes: int | None = None,
         discard_torn: bool = False,
+        at_step: int | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> "GenerationStore":
         """Create the rank's files, or reopen them at the last committed generation.
@@ -79,7 +78,8 @@ class GenerationStore:
         generations: file sets that rotate. 2: update out of place. 3: one more committed generation is kept.
         1: update in place, with half the space; a crash during an update then loses the state (checkpoints
         remain). verify: "resume" checks every byte here; "always" also whatever is read; "off" nothing.
-        progress(done, total): bytes checked so far. discard_torn: start anew after a cut in-place update.
+        progress(done, total): bytes checked so far. discard_torn: start anew after a cut in-place update. at_step: go
+        back to an older generation that is still kept (generations: 3 keeps two at any time), checked in any case.
 
         Raises LockedError (in use), LayoutError (other shards), SpaceError (no room), IntegrityError
         (damage), StoreError, ValueError.
@@ -88,19 +88,31 @@ class GenerationStore:
         pool, locks = opening.run(chunk_bytes=chunk_bytes, discard_torn=discard_torn)
         store = cls(pool, locks, verify=verify, recovered=opening.notes)
         try:
-            store._load(progress)
+            store._load(progress, at_step)
         except BaseException:
             store.close()
             raise
         return store
 
-    def _load(self, progress: Callable[[int, int], None] | None) -> None:
+    def _load(self, progress: Callable[[int, int], None] | None, at_step: int | None) -> None:
         check = self._verify != "off"
+        if at_step is not None:
+            kept = [record.step for record in self._committed]
+            if at_step not in kept:
+                raise StoreError(f"no generation of step {at_step} is kept; there is: {kept or 'none'}")
+            self._committed = self._committed[kept.index(at_step) :]
         if self._committed:
             record = self._committed[0]
             slot = self._pool.require_slot(record.slot)
             title = f"generation {record.id}, step {record.step}"
-            self._sums[record.slot.stem] = read_sums(slot, record.sums_crc, title, check=check, progress=progress)
+            check_it = check or at_step is not None
+            try:
+                sums = read_sums(slot, record.sums_crc, title, check=check_it, progress=progress)
+            except IntegrityError as error:
+                if len(self._committed) > 1:
+                    error.add_hint(f"or try the generation before it: open with at_step={self._committed[1].step}")
+                raise
+            self._sums[record.slot.stem] = sums
         frozen = self._pool.manifest.frozen
         if frozen is not None:
             slot = self._pool.require_slot(frozen.slot)
@@ -213,9 +225,8 @@ class GenerationStore:
         others = [s for s in pool.slots.values() if not s.record.is_frozen and (source is None or s is not source.slot)]
         others.sort(key=lambda slot: -age.get(slot.record.stem, 1))
         slot = others[0] if others else None
+        old_stem = slot.record.stem if slot else ""
         if slot is not None:
-            # What is about to be overwritten is no generation any more.
-            self._committed = [record for record in self._committed if record.slot.stem != slot.record.stem]
             slot.drain()
         if slot is None or not pool.writable(slot):
             try:
@@ -227,6 +238,8 @@ class GenerationStore:
                     wanted=error.wanted,
                     free=error.free,
                 ) from error
+        # What is about to be overwritten is no generation any more.
+        self._committed = [record for record in self._committed if record.slot.stem != old_stem]
         return Target(slot=slot, sums=ChunkSums(slot.layout))
 
     def first_write(self, target: Target) -> None:
@@ -276,35 +289,26 @@ class GenerationStore:
             )
             older = [old for old in self._committed if old.slot.stem != record.slot.stem]
             kept = older[: max(0, manifest.generations - 1)]
-            self._save(manifest.with_(committed=(record, *kept), frozen=frozen, updating=None))
+            self._pool.save(manifest.with_(committed=(record, *kept), frozen=frozen, updating=None))
             self._committed = [record, *kept]
             self._sums = {target.slot.record.stem: target.sums for target in targets} | {
                 stem: sums for stem, sums in self._sums.items() if stem == (frozen.slot.stem if frozen else "")
             }
             self._torn = False
-            self._drop_surplus()
-
-    def _save(self, manifest: Manifest) -> None:
-        """Write a manifest; if that fails after the rename, what is on disk decides."""
-        try:
-            self._pool.save(manifest)
-        except OSError as error:
-            path = os.path.join(self._pool.folders[self._pool.home].path, MANIFEST_NAME)
-            try:
-                found = read_manifest(path)
-            except (OSError, StoreError) as second:
-                self._doubt = f"{path} could neither be written ({error}) nor read ({second})"
-                raise fault(error, f"writing {path}") from second
-            if found is None or found.to_bytes() != manifest.to_bytes():
-                raise fault(error, f"writing {path}") from error
-            self._pool.manifest = manifest
-            self._pool.notes.append(f"{path} was replaced, but making that durable failed: {error}")
+            self._tidy(self._drop_surplus)
 
     def closed(self, state: TransactionState, targets: Iterable[Target]) -> None:
         """[Owner] A transaction has ended."""
         with self._lock:
             self._transaction = None
-            self._drop_unused_frozen()
+            self._tidy(self._drop_unused_frozen)
+
+    def _tidy(self, work: Callable[[], None]) -> None:
+        """Remove what is not needed any more. That it failed is no failure of what was done before: it is noted."""
+        try:
+            work()
+        except (OSError, StoreError) as error:
+            self._pool.notes.append(f"not removed: {error}")
 
     def _drop_unused_frozen(self) -> None:
         frozen = self._pool.manifest.frozen
@@ -342,19 +346,15 @@ class GenerationStore:
                 updating=None,
             )
             directory = os.path.abspath(directory)
-            make_directory(directory, pinned_manifest)
-            linked, jobs = link_files(directory, sources)
-            copies = sum(job.slot.layout.file_bytes[job.stripe] for job in jobs)
-            pinned = PinnedGeneration(directory, pinned_manifest, linked_bytes=linked, copy_bytes=copies)
-            if not jobs:
-                write_manifest(pinned_manifest, directory)
-                sync_directory(os.path.dirname(directory))
-                return pinned
-            for job in jobs:
-                job.slot.hold()
-            self._pins = [pin for pin in self._pins if not pin.done()]
-            self._pins.append(pinned)
-            pinned.start(lambda pin: self._copy(pin, jobs, pinned_manifest))
+            if any(pin.directory == directory and not pin.done() for pin in self._pins):
+                raise FileExistsError(f"{directory}: a checkpoint is being copied there; name another directory")
+            pinned, jobs = start_pin(directory, pinned_manifest, sources)
+            if jobs:
+                for job in jobs:
+                    job.slot.hold()
+                self._pins = [pin for pin in self._pins if not pin.done()]
+                self._pins.append(pinned)
+                pinned.start(lambda pin: self._copy(pin, jobs, pinned_manifest))
             return pinned
 
     def _copy(self, pinned: PinnedGeneration, jobs: Sequence[CopyJob], manifest: Manifest) -> None:
@@ -386,7 +386,7 @@ class GenerationStore:
                 else:
                     targets = [Target(slot=slot, sums=sums[stem]) for stem, slot in linked.items()]
                     self.publish(targets, pinned.step, pinned.meta, True)
-                    self._drop_unused_frozen()
+                    self._tidy(self._drop_unused_frozen)
             return _info(self._committed[0])
 
     def _drop_surplus(self) -> None:
@@ -424,9 +424,9 @@ class GenerationStore:
     def _require_open(self) -> None:
         if self._closed:
             raise StoreError("the store is closed: open it again")
-        if self._doubt:
+        if self._pool.doubt:
             raise StoreError(
-                f"{self._doubt}, so it is not known which generation counts: close this store, open it again"
+                f"{self._pool.doubt}, so it is not known which generation counts: close this store, open it again"
             )
         if self._torn and self._transaction is None:
             raise StoreError(
@@ -440,9 +440,10 @@ class GenerationStore:
         with self._lock:
             if self._closed:
                 return
-            if self._transaction is not None:
-                self._transaction.abort()
             self._closed = True
+            transaction = self._transaction
+        if transaction is not None:
+            transaction.abort()  # without the lock: a commit that is under way has its own and wants this one
         for pin in self._pins:
             pin.finish()
         with self._lock:

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from lamina.aio_native import Priority
 from lamina.tiers.chunk_sums import ChunkState, ChunkSums
-from lamina.tiers.errors import StorageFault, StoreError
+from lamina.tiers.errors import StoreError, fault
 from lamina.tiers.handle import Part, TransferHandle, as_bytes
 from lamina.tiers.layout import PlaneExtent
 from lamina.tiers.pending import PendingWrite, PendingWrites
@@ -360,15 +360,3 @@ def move(old: Slot, new: Slot, sums: ChunkSums, lost: Sequence[PendingWrite]) ->
 
     with Scratch(chunk_bytes, 4 * chunk_bytes) as scratch:
         pump(reader(old), cut(ranges, chunk_bytes, chunk_bytes), scratch, sink)
-
-
-def fault(error: OSError, what: str) -> StorageFault:
-    """The error for a disk that failed with nothing to take over."""
-    path = str(getattr(error, "path", None) or error.filename or "")
-    return StorageFault(
-        f"{what} failed: {error}. The last committed generation is intact: abort this transaction, free "
-        "space or give "
-        "another path in tiers.nvme, and go on from there",
-        errno=error.errno,
-        path=path,
-    )

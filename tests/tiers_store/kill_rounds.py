@@ -17,6 +17,8 @@ from pathlib import Path
 
 from lamina.aio_native import AsyncIO, BufferedIOWarning
 from lamina.tiers.errors import StoreError
+from lamina.tiers.pin import unpin
+from lamina.tiers.pinned_reader import PinnedReader
 from lamina.tiers.store import GenerationStore
 from lamina.tiers.tier import NvmePath, Plane, PlaneSpec, ShardSpec
 
@@ -64,13 +66,11 @@ def update(folder: Path, generations: int, paths: int, pin: bool, tell: int) -> 
                 transaction.commit(step, {"step": step}, durable=step % 4 == 0)
                 os.write(tell, f"c{step}\n".encode())
             if pin and step % 5 == 1:
-                for index, path in enumerate(sorted(folder.glob("disk*/job/rank0/gen-*.bin"))):
-                    link = folder / f"pinned-{step}-{index}"
-                    if not link.exists():
-                        os.link(path, link)
-            if pin and step % 5 == 4:
-                for link in folder.glob("pinned-*"):
-                    link.unlink()
+                for old in folder.glob("pinned-*/manifest.json"):
+                    if old.parent.name != f"pinned-{step % 3}":
+                        unpin(str(old.parent))
+                if not (folder / f"pinned-{step % 3}" / "manifest.json").exists():
+                    store.pin(str(folder / f"pinned-{step % 3}"))
 
 
 def check(folder: Path, generations: int, paths: int, said: list[str]) -> str:
@@ -98,6 +98,17 @@ def check(folder: Path, generations: int, paths: int, said: list[str]) -> str:
                         store.read(shard.name, spec.plane, buffer).wait()
                         if bytes(buffer) != content(shard, spec, step):
                             raise AssertionError(f"{shard.name}/{spec.plane} is not that of step {step}")
+            for pinned in folder.glob("pinned-*/manifest.json"):
+                with PinnedReader(str(pinned.parent), io) as reader:
+                    reader.sums(check=True)
+                    for shard in (*SHARDS, FROZEN):
+                        for spec in shard.planes:
+                            buffer = bytearray(shard.numel * spec.itemsize)
+                            reader.read(shard.name, spec.plane, buffer).wait()
+                            if bytes(buffer) != content(shard, spec, reader.step):
+                                raise AssertionError(
+                                    f"pinned {shard.name}/{spec.plane} is not that of step {reader.step}"
+                                )
             names = {path.name for place in folder.glob("disk*") for path in (place / "job" / "rank0").iterdir()}
             strange = {n for n in names if not n.startswith(("gen-", "frozen")) and n not in ("lock", "manifest.json")}
             if strange:

@@ -38,6 +38,7 @@ def test_less_than_the_plan_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.root
+@pytest.mark.slow
 def test_under_a_cgroup(tmp_path: Path) -> None:
     """The same in a memory cgroup (v1) that would kill it for more; page cache does not count, direct I/O makes none."""
     top = Path("/sys/fs/cgroup/memory")

@@ -11,6 +11,7 @@ from store_samples import FROZEN, SHARDS, State, random_state, rank_folder, read
 
 from lamina.aio_native import AsyncIO
 from lamina.tiers.errors import IntegrityError, LayoutError, StoreError
+from lamina.tiers.pin import unpin
 from lamina.tiers.pinned_reader import PinnedReader
 from lamina.tiers.store import GenerationStore
 from lamina.tiers.tier import NvmePath, Plane, ShardSpec
@@ -42,9 +43,10 @@ def total_written(store: GenerationStore) -> int:
     return sum(wear.written for wear in store.wear())
 
 
-@pytest.mark.parametrize("generations", [1, 2, 3])
-@pytest.mark.parametrize("reopen", [False, True])
-@pytest.mark.parametrize("striped", [False, True])
+@pytest.mark.parametrize(
+    ("generations", "reopen", "striped"),
+    [(1, False, True), (1, True, False), (2, False, False), (2, True, True), (3, True, False)],
+)
 def test_a_pin_survives_training_and_restores(
     tmp_path: Path, open_store: Open, generations: int, reopen: bool, striped: bool
 ) -> None:
@@ -206,3 +208,86 @@ def test_a_cut_in_place_update_restores_from_a_pin(tmp_path: Path, open_store: O
     store = open_store(generations=1, discard_torn=True)
     assert store.restore(str(tmp_path / "ckpt")).step == 3
     assert read_all(store) == state
+
+
+def test_a_cut_pin_is_taken_up_again(tmp_path: Path, open_store: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files and a temporary manifest without the final one: what a crash leaves."""
+    store = open_store()
+    state = random_state()
+    write_all(store, state, 0)
+    pinned = store.pin(str(tmp_path / "ckpt"))
+    names = sorted(os.listdir(tmp_path / "ckpt"))
+    (tmp_path / "ckpt" / "manifest.json").rename(tmp_path / "ckpt" / "manifest.json.tmp")
+    (tmp_path / "ckpt" / "notes.txt").write_text("foreign")
+    with pytest.raises(StoreError, match="holds no complete pinned generation"):
+        PinnedReader(str(tmp_path / "ckpt"), store._pool.io)
+    state = update(store, 1)
+    store.pin(str(tmp_path / "ckpt"))
+    assert sorted(os.listdir(tmp_path / "ckpt")) == sorted(["gen-1.bin", "manifest.json", "notes.txt"])
+    assert len(names) == 2
+    update(store, 2)
+    assert store.restore(str(tmp_path / "ckpt")).step == 1
+    assert read_all(store) == state
+    unpin(str(tmp_path / "ckpt"))
+    assert os.listdir(tmp_path / "ckpt") == ["notes.txt"]
+    with pytest.raises(StoreError, match="holds no pinned generation"):
+        unpin(str(tmp_path / "ckpt"))
+    pinned.remove()
+
+
+def test_a_pin_that_fails_leaves_nothing(tmp_path: Path, open_store: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = open_store()
+    state = random_state()
+    write_all(store, state, 0)
+
+    def fail(*arguments: object, **options: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "link", fail)
+        with pytest.raises(OSError, match="No space left"):
+            store.pin(str(tmp_path / "ckpt"))
+    assert not (tmp_path / "ckpt").exists()
+    store.pin(str(tmp_path / "ckpt"))
+
+
+def test_a_copy_that_finds_damage_says_so(tmp_path: Path, elsewhere: Path, open_store: Open) -> None:
+    store = open_store()
+    write_all(store, random_state(), 0)
+    path = rank_folder(tmp_path) / "gen-0.bin"
+    with open(path, "r+b") as file:
+        file.seek(40_000)
+        byte = file.read(1)[0]
+        file.seek(40_000)
+        file.write(bytes([byte ^ 4]))
+    pinned = store.pin(str(elsewhere / "ckpt"))
+    with pytest.raises(IntegrityError, match="the generation being pinned") as caught:
+        pinned.wait()
+    assert caught.value.path == str(path)
+    assert caught.value.offset <= 40_000 < caught.value.offset + 4096
+    assert not (elsewhere / "ckpt").exists()
+
+
+def test_an_older_generation_can_be_had_back(tmp_path: Path, open_store: Open) -> None:
+    store = open_store(generations=3)
+    states = [random_state() for _ in range(4)]
+    for step, state in enumerate(states):
+        write_all(store, state, step)
+    with store.begin() as transaction:
+        transaction.write("block1", SHARDS[1].planes[0].plane, bytes(2000))
+    path = Path(store._pool.slots[store._committed[0].slot.stem].paths()[0])
+    store.close()
+    with open(path, "r+b") as file:
+        file.write(b"damage")
+    with pytest.raises(IntegrityError, match="open with at_step=2"):
+        open_store(generations=3)
+    with pytest.raises(StoreError, match=r"no generation of step 9 is kept; there is: \[3, 2, 1\]"):
+        open_store(generations=3, at_step=9)
+    with pytest.raises(IntegrityError):
+        open_store(generations=3, at_step=1, verify="off")  # begun to be overwritten
+    store = open_store(generations=3, at_step=2)
+    assert read_all(store) == states[2]
+    state = random_state()
+    write_all(store, state, 3)
+    store.close()
+    assert read_all(open_store(generations=3)) == state
