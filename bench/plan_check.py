@@ -26,6 +26,7 @@ from lamina.engine.planner import (
     Buffers,
     Machine,
     Option,
+    Phase,
     Placement,
     Question,
     Workload,
@@ -40,6 +41,9 @@ from lamina.engine.planner.state_bytes import as_dtype
 from lamina.tiers.probe import probe_disk
 
 BYTES_TOLERANCE, RSS_TOLERANCE, TIME_TOLERANCE = 0.03, 0.10, 0.20
+ENGINE_BYTES = 24 << 20
+"""Ring, threads' stacks, kernels and bookkeeping of an engine beyond its arenas, in a process that has
+torch."""
 STEPS = 5
 TIMEOUT_S = 300
 SHAPE = GPTShape(layers=8, dim=512, heads=8, seq=256)
@@ -177,9 +181,7 @@ def machine_for(trial: Trial, folder: Path, disk: dict[str, float]) -> Machine:
     rates: dict[str, Any] = {**quick_rates(), **disk}
     rates["half_flops" if trial.dtype != "fp32" else "fp32_flops"] = training_flops(trial.dtype, trial.shape)
     rates["achievable"] = 1.0
-    return replace(
-        this_machine(rates=rates, nvme_path=folder, ranks=trial.ranks), process_bytes=0, host_reserve_bytes=0
-    )
+    return replace(this_machine(rates=rates, nvme_path=folder, ranks=trial.ranks), process_bytes=ENGINE_BYTES)
 
 
 def planned(trial: Trial, folder: Path, disk: dict[str, float]) -> Option:
@@ -225,10 +227,8 @@ def try_out(trial: Trial, folder: Path, disk: dict[str, float]) -> Verdict:
 
 
 def resident(item: Option) -> int:
-    """Bytes of device and host tier together at their common peak: without a GPU both are this process's
-    memory."""
-    peaks = [item.held.peaks(tier) for tier in (DEVICE, HOST)]
-    return max(sum(peak[phase] for peak in peaks) for phase in peaks[0])
+    """Bytes of one process at its peak: without a GPU both memory tiers are this process's."""
+    return max(sum(item.held.resident((DEVICE, HOST), phase).values()) for phase in Phase)
 
 
 def run_ranks(job: dict[str, Any], ranks: int) -> tuple[list[dict[str, Any]], str]:

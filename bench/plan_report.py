@@ -18,8 +18,8 @@ from lamina.engine.planner.placement import DEVICE, HOST, NVME, TIERS
 from lamina.engine.planner.quantity import GB, format_bytes, format_count, format_seconds
 
 LEFT_OUT = (
-    "Not counted: memory that the allocator cannot use (fragments), other processes' use of the device, "
-    "temporary workspaces of single operators, data loading."
+    "Not counted: other processes' use of the device, temporary workspaces of single operators, data loading, and "
+    "a GPU allocator's fragments (a few percent of the activations)."
 )
 
 

@@ -1,11 +1,11 @@
 """Whether a footprint fits a machine, what is in the way, and what would mend it."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from lamina.engine.planner.case import Case
 from lamina.engine.planner.footprint import Footprint, footprint
-from lamina.engine.planner.items import Kind
+from lamina.engine.planner.items import Kind, Phase
 from lamina.engine.planner.placement import DEVICE, HOST, NVME
 from lamina.engine.planner.quantity import format_bytes
 
@@ -89,37 +89,43 @@ def _uses(case: Case, held: Footprint) -> Iterator[TierUse]:
     machine, ranks = case.machine, held.ranks_per_host
     host_limit = max(machine.host_bytes - machine.host_reserve_bytes, 0)
     if machine.shared_memory:
-        # Both tiers are the same memory: the sum of a phase counts. A device budget is one more limit.
+        # A device budget is a limit of its own; the memory of both tiers is the host's.
         if machine.device_bytes:
-            yield _use(DEVICE, held, (DEVICE,), 1, machine.device_bytes)
-        yield _use(HOST, held, (DEVICE, HOST), ranks, host_limit)
+            yield _arena_use(held, machine.device_bytes)
+        yield _use(HOST, {phase: held.resident((DEVICE, HOST), phase) for phase in Phase}, ranks, host_limit)
     else:
-        yield _use(DEVICE, held, (DEVICE,), 1, machine.device_bytes)
-        yield _use(HOST, held, (HOST,), ranks, host_limit)
-    yield _use(NVME, held, (NVME,), ranks, machine.nvme_bytes)
+        yield _use(DEVICE, {phase: held.of(DEVICE, phase) for phase in Phase}, 1, machine.device_bytes)
+        yield _use(HOST, {phase: held.of(HOST, phase) for phase in Phase}, ranks, host_limit)
+    yield _use(NVME, {phase: held.of(NVME, phase) for phase in Phase}, ranks, machine.nvme_bytes)
 
 
-def _use(tier: str, held: Footprint, summed: tuple[str, ...], ranks: int, limit: int) -> TierUse:
-    peaks = {phase: sum(held.peaks(name)[phase] for name in summed) for phase in held.peaks(tier)}
-    phase = max(peaks, key=lambda name: peaks[name])
-    by_kind: dict[Kind, int] = {}
-    for name in summed:
-        for kind, nbytes in held.of(name, phase).items():
-            by_kind[kind] = by_kind.get(kind, 0) + nbytes * ranks
+def _use(tier: str, kinds: Mapping[Phase, Mapping[Kind, int]], ranks: int, limit: int) -> TierUse:
+    peaks = {phase: sum(by_kind.values()) for phase, by_kind in kinds.items()}
+    phase = max(peaks, key=lambda each: peaks[each])
+    by_kind = {kind: nbytes * ranks for kind, nbytes in kinds[phase].items()}
     return TierUse(tier=tier, need=peaks[phase] * ranks, limit=limit, phase=phase.value, by_kind=by_kind)
+
+
+def _arena_use(held: Footprint, limit: int) -> TierUse:
+    by_kind = held.arena(DEVICE)
+    need = sum(by_kind.values())
+    return TierUse(tier=DEVICE, need=need, limit=limit, phase=held.peak_phase(DEVICE).value, by_kind=by_kind)
 
 
 def _causes(case: Case, held: Footprint, tier: str) -> list[Cause]:
     """Single changes of the case and what each would save on ``tier``, the small ones left out."""
-    ranks = 1 if tier == DEVICE else held.ranks_per_host
-    before = held.peak(tier)
+    before = _need(case, held, tier)
     found = []
     for what, remedy, changed in _changes(case):
-        saves = (before - footprint(changed).peak(tier)) * ranks
-        if saves > 0.02 * before * ranks:
+        saves = before - _need(changed, footprint(changed), tier)
+        if saves > 0.02 * before:
             found.append(Cause(tier=tier, what=what, saves=saves, remedy=remedy))
     # Another stage is another way of working: named after what is in the way at this one.
     return sorted(found, key=lambda cause: (cause.remedy == _STAGE_3, -cause.saves))
+
+
+def _need(case: Case, held: Footprint, tier: str) -> int:
+    return next(use.need for use in _uses(case, held) if use.tier == tier)
 
 
 def _changes(case: Case) -> Iterator[tuple[str, str, Case]]:

@@ -1,10 +1,10 @@
 """Bytes of every kind on every tier in every phase of one rank, item by item."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from lamina.engine.planner.case import Case
-from lamina.engine.planner.items import ALWAYS, Item, Kind, Phase
+from lamina.engine.planner.items import ALWAYS, AUTOGRAD, TRAINED, Item, Kind, Phase
 from lamina.engine.planner.pass_items import activation_items, staging_items, window_items
 from lamina.engine.planner.placement import DEVICE, HOST
 from lamina.engine.planner.state_bytes import nvme_bytes
@@ -28,10 +28,32 @@ class Footprint:
                 result[item.kind] = result.get(item.kind, 0) + item.nbytes
         return result
 
+    def arena(self, tier: str) -> dict[Kind, int]:
+        """Bytes by kind that one rank takes of the tier's byte budget at its fullest."""
+        mine = [item for item in self.items if item.tier == tier and item.arena]
+        phase = max(Phase, key=lambda each: sum(item.nbytes for item in mine if each in item.phases))
+        result: dict[Kind, int] = {}
+        for item in mine:
+            if phase in item.phases and item.nbytes:
+                result[item.kind] = result.get(item.kind, 0) + item.nbytes
+        return result
+
     def arena_peak(self, tier: str) -> int:
         """The most that one rank takes of the tier's byte budget: what the engine's own counters show."""
-        mine = [item for item in self.items if item.tier == tier and item.arena]
-        return max(sum(item.nbytes for item in mine if phase in item.phases) for phase in Phase)
+        return sum(self.arena(tier).values())
+
+    def resident(self, tiers: Sequence[str], phase: Phase) -> dict[Kind, int]:
+        """Bytes by kind that one process occupies when ``tiers`` are all host memory.
+
+        An arena's pages stay once they were used, so arenas count at their fullest, all else as it is in
+        ``phase``.
+        """
+        result: dict[Kind, int] = {}
+        for tier in tiers:
+            outside = [item for item in self.items if item.tier == tier and not item.arena and phase in item.phases]
+            for kind, nbytes in (*self.arena(tier).items(), *((item.kind, item.nbytes) for item in outside)):
+                result[kind] = result.get(kind, 0) + nbytes
+        return result
 
     def peaks(self, tier: str) -> dict[Phase, int]:
         """Bytes on ``tier`` by phase."""
@@ -62,11 +84,20 @@ def footprint(case: Case) -> Footprint:
         *staging_items(case),
         *_runtime(case),
     )
+    items = (*items, *_fragments(case, items))
     return Footprint(
         items=tuple(item for item in items if item.nbytes),
         ranks_per_host=case.machine.devices_per_host,
         checkpoint_bytes=_checkpoint_bytes(case),
     )
+
+
+def _fragments(case: Case, items: Sequence[Item]) -> Iterator[Item]:
+    passes = [item for item in items if item.tier == DEVICE and item.kind in AUTOGRAD]
+    most = max(sum(item.nbytes for item in passes if phase in item.phases) for phase in Phase)
+    share = case.machine.fragment_share
+    formula = f"{share:.0%} of the most that a pass allocates"
+    yield Item(tier=DEVICE, kind=Kind.FRAGMENTS, nbytes=int(most * share), phases=TRAINED, formula=formula)
 
 
 def _checkpoint_bytes(case: Case) -> int:

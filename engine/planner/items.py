@@ -33,6 +33,7 @@ class Kind(StrEnum):
     WINDOW = "gathered window"
     BUCKETS = "buckets"
     PINNED = "pinned buffers"
+    FRAGMENTS = "allocator fragments"
     STAGING = "checkpoint staging"
     BUILD = "model being built"
     RUNTIME = "process and runtime"
@@ -41,9 +42,9 @@ class Kind(StrEnum):
 ALWAYS = frozenset(Phase)
 TRAINED = frozenset({Phase.FORWARD, Phase.BACKWARD, Phase.BACKWARD_END})
 ON_THE_WAY_BACK = frozenset({Phase.BACKWARD, Phase.BACKWARD_END})
-_OUTSIDE = frozenset(
-    {Kind.ACTIVATIONS, Kind.CHECKPOINTS, Kind.LOGITS, Kind.IN_FLIGHT, Kind.STAGING, Kind.BUILD, Kind.RUNTIME}
-)
+AUTOGRAD = frozenset({Kind.ACTIVATIONS, Kind.CHECKPOINTS, Kind.LOGITS, Kind.IN_FLIGHT})
+"""What the framework's allocator hands out during a pass."""
+_OUTSIDE = AUTOGRAD | {Kind.FRAGMENTS, Kind.STAGING, Kind.BUILD, Kind.RUNTIME}
 
 
 @dataclass(frozen=True, kw_only=True)

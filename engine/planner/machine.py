@@ -60,6 +60,8 @@ class Machine:
     """Host memory of one rank's process before any state: interpreter, torch, driver."""
     host_reserve_bytes: int = 0
     """Host memory left to everything else."""
+    fragment_share: float = 0.0
+    """What the framework's allocator holds beyond the activations in use, as a share of their peak."""
     overlap_loss: float = 0.1
     """Share of the hidden channels' time that shows in the step (imperfect overlap)."""
 
@@ -80,7 +82,7 @@ class Machine:
                 raise PlanError(f"machine {self.name}: {item.name} is {value}; it must not be negative")
             if item.name.endswith(("bandwidth", "flops", "tbw")) and value == 0:
                 raise PlanError(f"machine {self.name}: {item.name} is 0; give its rate, or leave it out if not known")
-        if not 0 < self.achievable <= 1 or not 0 <= self.overlap_loss <= 1:
+        if not 0 < self.achievable <= 1 or not 0 <= self.overlap_loss <= 1 or self.fragment_share > 1:
             raise PlanError(f"machine {self.name}: achievable must lie in (0, 1], overlap_loss in [0, 1]")
 
     @property

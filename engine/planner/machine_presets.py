@@ -156,6 +156,7 @@ _MACHINES = (
         peer_bandwidth=5 * GB,
         network_bandwidth=1.2 * GB,
         drive_tbw=600,
+        fragment_share=0.15,
         process_bytes=400 * MIB,
         host_reserve_bytes=2 * GIB,
     ),
