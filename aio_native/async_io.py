@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Sequence
 from os import PathLike, fsdecode
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 from .backend import Backend, EngineConfig, start
 from .core import Core
@@ -151,21 +151,32 @@ class AsyncIO:
 
     def read(self, file: File, buffer: Any, offset: int = 0, *, priority: Priority = Priority.DEMAND) -> Handle:
         """Fills all of `buffer` (any writable contiguous buffer) from `offset`; ShortIOError if the file ends first."""
-        return self._one(Operation.READ, file, buffer, offset, priority)
+        return self._one(self._core.lib.lamina_submit_one, Operation.READ, file, buffer, offset, priority)
 
     def write(self, file: File, buffer: Any, offset: int = 0, *, priority: Priority = Priority.WRITE_BACK) -> Handle:
         """Writes all of `buffer` (any contiguous buffer; leave it alone until done) at `offset`."""
-        return self._one(Operation.WRITE, file, buffer, offset, priority)
+        return self._one(self._core.lib.lamina_submit_one, Operation.WRITE, file, buffer, offset, priority)
+
+    def read_now(self, file: File, buffer: Any, offset: int = 0) -> int:
+        """``read(…).wait()`` for somebody who has nothing else to do: a small request (inline_bytes) is carried out by the
+        calling thread, which spares it two changes of thread. Returns the bytes read."""
+        call = self._core.lib.lamina_perform
+        return self._one(call, Operation.READ, file, buffer, offset, Priority.DEMAND).wait()
+
+    def write_now(self, file: File, buffer: Any, offset: int = 0) -> int:
+        """``write(…).wait()``, as read_now()."""
+        call = self._core.lib.lamina_perform
+        return self._one(call, Operation.WRITE, file, buffer, offset, Priority.DEMAND).wait()
 
     def fsync(self, file: File, *, data_only: bool = True) -> Handle:
         """Makes durable what was submitted for the file before; data_only leaves out times and the like (fdatasync)."""
         core = self._own(file)
         operation = Operation.FDATASYNC if data_only else Operation.FSYNC
-        error = core.ffi.new("int *")
         transfer = core.lib.lamina_submit_one(
-            core.pointer, file.number, operation, core.ffi.NULL, 0, 0, 0, Priority.DEMAND, error
+            core.pointer, file.number, operation, core.ffi.NULL, 0, 0, Priority.DEMAND
         )
-        self._check_submitted(transfer, int(error[0]), file.path)
+        if not transfer:
+            self._refuse(file.path)
         return Handle(core, transfer, ((file.path, operation, 0, 0),), file, 0)
 
     def _own(self, file: File) -> Core:
@@ -186,16 +197,13 @@ class AsyncIO:
             )
         return self._core.ffi.from_buffer("char[]", buffer)
 
-    def _one(self, operation: int, file: File, buffer: Any, offset: int, priority: Priority) -> Handle:
+    def _one(self, call: Any, operation: int, file: File, buffer: Any, offset: int, priority: int) -> Handle:
         core = self._own(file)
         memory = self._memory(operation, file, buffer, offset)
         nbytes = len(memory)
-        error = core.ffi.new("int *")
-        transfer = core.lib.lamina_submit_one(
-            core.pointer, file.number, operation, memory, nbytes, offset, 0, priority, error
-        )
+        transfer = call(core.pointer, file.number, operation, memory, nbytes, offset, priority)
         if not transfer:
-            self._check_submitted(transfer, int(error[0]), file.path)
+            self._refuse(file.path)
         return Handle(core, transfer, ((file.path, operation, offset, nbytes),), (file, memory), nbytes)
 
     def submit(self, requests: Sequence[Read | Write], *, priority: Priority = Priority.DEMAND) -> Handle:
@@ -215,14 +223,14 @@ class AsyncIO:
             owned.append((request.file, memory))
             told.append((request.file.path, operation, request.offset, len(memory)))
             total += len(memory)
-        error = self._core.ffi.new("int *")
-        transfer = self._core.lib.lamina_submit(self._core.pointer, extents, len(requests), int(priority), error)
-        self._check_submitted(transfer, int(error[0]), told[0][0] if told else "")
+        transfer = self._core.lib.lamina_submit(self._core.pointer, extents, len(requests), priority)
+        if not transfer:
+            self._refuse(told[0][0] if told else "")
         return Handle(self._core, transfer, tuple(told), owned, total)
 
-    def _check_submitted(self, transfer: Any, number: int, path: str) -> None:
-        if transfer:
-            return
+    def _refuse(self, path: str) -> NoReturn:
+        """Raises for the submission that has just failed."""
+        number = int(self._core.ffi.errno)
         if number in (errno.ESHUTDOWN, errno.EBADF):
             raise ClosedIOError(errno.EBADF, f"{path or 'this AsyncIO'} is closed", path=path or None)
         raise AsyncIOError(number, f"cannot submit a request for {path}: {errno_name(number)}", path=path)

@@ -56,8 +56,8 @@ class Core:
             handle.settle()
 
     def forget(self, handle: "Handle") -> None:
-        with self.lock:
-            self._live.discard(handle)
+        """The lock is held."""
+        self._live.discard(handle)
 
     def live(self) -> "list[Handle]":
         with self.lock:

@@ -49,11 +49,11 @@ class Handle:
 
     def _wait_native(self, timeout: float | None) -> None:
         lib, transfer = self._core.lib, self._transfer
-        if not self._core.closed:
-            self._core.check()
         if timeout is None:
-            while lib.lamina_transfer_wait(transfer, NEVER):
-                pass  # a signal: its Python handler runs here, and may raise
+            while rc := lib.lamina_transfer_wait(transfer, NEVER):
+                if rc == -errno.EPERM:
+                    self._core.check()
+                # else a signal: its Python handler runs here, and may raise
             return
         if math.isnan(timeout):
             raise ValueError("timeout must be a number of seconds, not nan")
@@ -63,6 +63,8 @@ class Handle:
             rc = lib.lamina_transfer_wait(transfer, int(min(left * 1e9, LONGEST_NS)))
             if rc == 0:
                 return
+            if rc == -errno.EPERM:
+                self._core.check()
             if rc == -errno.ETIMEDOUT:
                 raise TimeoutError(errno.ETIMEDOUT, f"not done after {timeout} s: {self._describe(0)}")
 
@@ -88,19 +90,19 @@ class Handle:
     def settle(self) -> None:
         """Takes over the outcome of a transfer that has ended; idempotent."""
         core = self._core
-        result = core.ffi.new("struct lamina_result *")
-        core.lib.lamina_transfer_result(self._transfer, result)
-        error = None
-        if result.error or result.got < result.wanted:
-            error = self._failure(result)
+        moved, error = int(core.lib.lamina_transfer_bytes(self._transfer)), None
+        if moved < 0:
+            result = core.ffi.new("struct lamina_result *")
+            core.lib.lamina_transfer_result(self._transfer, result)
+            moved, error = int(result.bytes), self._failure(result)
         with core.lock:
             if self._result is not None:
                 return
             self.error = error
             self._raise = error is not None
-            self._result = int(result.bytes)
+            self._result = moved
             self._owned = None
-        core.forget(self)
+            core.forget(self)
 
     def _describe(self, index: int) -> str:
         if not self._extents:

@@ -29,13 +29,13 @@ static void cut_plain(struct piece *p, uint64_t nbytes) {
 
 static void cut_read(struct piece *p, struct request *r, uint64_t left, uint64_t block_bytes) {
     uint64_t align = r->file->spec.offset_align, skew = p->user_offset % align;
-    if (!skew && left >= align && memory_fits(r->file, p->user) && !r->bounce) {
+    if (!skew && left >= align && memory_fits(r->file, p->user)) {
         cut_plain(p, least(block_bytes, round_down(left, align)));
         return;
     }
     uint64_t bytes = least(left, block_bytes - skew), to_edge = align - skew;
     /* Only the head is crooked: bounce it alone, the rest goes straight. */
-    if (skew && !r->bounce && left > WHOLE_BOUNCE_BYTES && memory_fits(r->file, p->user + to_edge))
+    if (skew && left > WHOLE_BOUNCE_BYTES && memory_fits(r->file, p->user + to_edge))
         bytes = least(left, to_edge);
     p->kind = PIECE_BOUNCE;
     p->user_bytes = bytes;
@@ -54,7 +54,7 @@ static void cut_write(struct piece *p, struct request *r, uint64_t left, uint64_
         return;
     }
     cut_plain(p, least(block_bytes, round_down(left, unit)));
-    if (r->bounce || !memory_fits(r->file, p->user))
+    if (!memory_fits(r->file, p->user))
         p->kind = PIECE_BOUNCE;
 }
 

@@ -37,7 +37,6 @@ struct request {
     enum lamina_operation operation;
     enum request_state state;
     int priority;
-    int bounce;
 };
 
 struct request_queue {

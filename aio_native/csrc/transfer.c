@@ -26,7 +26,6 @@ static void fill_request(struct lamina_engine *e, struct lamina_transfer *t, str
     r->nbytes = x->operation >= LAMINA_FSYNC ? 0 : x->nbytes;
     r->offset = x->offset;
     r->operation = (enum lamina_operation)x->operation;
-    r->bounce = x->bounce;
     r->priority = priority;
     r->good = UINT64_MAX;
 }
@@ -39,12 +38,14 @@ static void link_transfer(struct lamina_engine *e, struct lamina_transfer *t) {
     e->references++;
 }
 
-struct lamina_transfer *lamina_submit(struct lamina_engine *e, const struct lamina_extent *extents,
-                                      uint32_t count, int priority, int *error) {
+/* Queues the extents; the driver is woken unless the caller means to do the work (kick == 0). */
+static struct lamina_transfer *submit(struct lamina_engine *e, const struct lamina_extent *extents,
+                                      uint32_t count, int priority, int kick) {
     struct lamina_transfer *t = calloc(1, sizeof *t + count * sizeof t->requests[0]);
-    *error = t ? 0 : ENOMEM;
-    if (!t)
+    if (!t) {
+        errno = ENOMEM;
         return NULL;
+    }
     t->engine = e;
     t->count = count;
     t->remaining = count + 1; /* one for the submission itself */
@@ -55,7 +56,7 @@ struct lamina_transfer *lamina_submit(struct lamina_engine *e, const struct lami
     if (rc) {
         pthread_mutex_unlock(&e->lock);
         free(t);
-        *error = -rc;
+        errno = -rc;
         return NULL;
     }
     link_transfer(e, t);
@@ -64,22 +65,22 @@ struct lamina_transfer *lamina_submit(struct lamina_engine *e, const struct lami
     for (uint32_t i = 0; i < count; i++)
         schedule_add(e, &t->requests[i]);
     schedule_submitted(e, t);
-    if (schedule_waiting(e))
+    if (kick && schedule_waiting(e))
         e->driver->kick(e);
     pthread_mutex_unlock(&e->lock);
     return t;
 }
 
+struct lamina_transfer *lamina_submit(struct lamina_engine *e, const struct lamina_extent *extents,
+                                      uint32_t count, int priority) {
+    return submit(e, extents, count, priority, 1);
+}
+
 struct lamina_transfer *lamina_submit_one(struct lamina_engine *e, int64_t file, int operation, void *address,
-                                          uint64_t nbytes, uint64_t offset, int bounce, int priority,
-                                          int *error) {
-    struct lamina_extent extent = {.file = file,
-                                   .address = address,
-                                   .nbytes = nbytes,
-                                   .offset = offset,
-                                   .operation = operation,
-                                   .bounce = bounce};
-    return lamina_submit(e, &extent, 1, priority, error);
+                                          uint64_t nbytes, uint64_t offset, int priority) {
+    struct lamina_extent extent = {
+        .file = file, .address = address, .nbytes = nbytes, .offset = offset, .operation = operation};
+    return submit(e, &extent, 1, priority, 1);
 }
 
 int lamina_transfer_done(struct lamina_transfer *t) {
@@ -116,9 +117,22 @@ static void do_it_oneself(struct lamina_transfer *t) {
     pthread_mutex_unlock(&e->lock);
 }
 
+struct lamina_transfer *lamina_perform(struct lamina_engine *e, int64_t file, int operation, void *address,
+                                       uint64_t nbytes, uint64_t offset, int priority) {
+    struct lamina_extent extent = {
+        .file = file, .address = address, .nbytes = nbytes, .offset = offset, .operation = operation};
+    int small = operation < LAMINA_FSYNC && nbytes <= e->config.inline_bytes;
+    struct lamina_transfer *t = submit(e, &extent, 1, priority, !small);
+    if (t && small)
+        do_it_oneself(t); /* wakes the driver if it cannot */
+    return t;
+}
+
 int lamina_transfer_wait(struct lamina_transfer *t, int64_t timeout_ns) {
     if (lamina_transfer_done(t))
         return 0;
+    if (t->engine->owner != getpid())
+        return -EPERM;
     if (timeout_ns < 0)
         do_it_oneself(t);
     uint64_t deadline = now_ns() + (timeout_ns < 0 ? 0 : (uint64_t)timeout_ns);
@@ -139,7 +153,12 @@ int lamina_transfer_wait(struct lamina_transfer *t, int64_t timeout_ns) {
     return lamina_transfer_done(t) ? 0 : rc;
 }
 
-void lamina_transfer_result(struct lamina_transfer *t, struct lamina_result *result) {
+int64_t lamina_transfer_bytes(const struct lamina_transfer *t) {
+    int good = !t->result.error && t->result.got == t->result.wanted;
+    return good ? (int64_t)t->result.bytes : -1;
+}
+
+void lamina_transfer_result(const struct lamina_transfer *t, struct lamina_result *result) {
     *result = t->result;
 }
 

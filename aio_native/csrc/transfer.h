@@ -14,7 +14,6 @@ struct lamina_extent {
     uint64_t nbytes;
     uint64_t offset;
     int operation; /* enum lamina_operation */
-    int bounce;    /* 1: go through bounce memory although the address is aligned */
 };
 
 /* Valid once the transfer is done. The error is that of the lowest extent that failed by itself. */
@@ -26,17 +25,26 @@ struct lamina_result {
     uint64_t bytes;  /* bytes moved by all extents */
 };
 
-/* Queues the extents and returns at once. On failure nothing was queued and *error holds the errno. */
+/* Queues the extents and returns at once. On failure nothing was queued, the result is NULL and errno tells
+ * why. */
 struct lamina_transfer *lamina_submit(struct lamina_engine *engine, const struct lamina_extent *extents,
-                                      uint32_t count, int priority, int *error);
+                                      uint32_t count, int priority);
 struct lamina_transfer *lamina_submit_one(struct lamina_engine *engine, int64_t file, int operation,
-                                          void *address, uint64_t nbytes, uint64_t offset, int bounce,
-                                          int priority, int *error);
+                                          void *address, uint64_t nbytes, uint64_t offset, int priority);
 
-/* 0: done; -ETIMEDOUT; -EINTR: a signal came, call again. timeout_ns < 0 waits for ever. */
+/* The same for a caller that would wait at once: a small request is carried out by this thread, if it may
+ * start now, without waking the driver. It is then done on return. */
+struct lamina_transfer *lamina_perform(struct lamina_engine *engine, int64_t file, int operation,
+                                       void *address, uint64_t nbytes, uint64_t offset, int priority);
+
+/* 0: done; -ETIMEDOUT; -EINTR: a signal came, call again; -EPERM: this is a fork. timeout_ns < 0 waits for
+ * ever. */
 int lamina_transfer_wait(struct lamina_transfer *transfer, int64_t timeout_ns);
 int lamina_transfer_done(struct lamina_transfer *transfer);
-void lamina_transfer_result(struct lamina_transfer *transfer, struct lamina_result *result);
+
+/* Of a transfer that is done: the bytes moved, or -1 when it failed in any way. */
+int64_t lamina_transfer_bytes(const struct lamina_transfer *transfer);
+void lamina_transfer_result(const struct lamina_transfer *transfer, struct lamina_result *result);
 
 /* Drops what has not started; returns 1 when that ends the transfer with ECANCELED, 0 when all of it had
  * started. */

@@ -99,3 +99,20 @@ def test_registered_and_plain_memory_give_the_same_bytes(make_io: Callable[..., 
             seen.append(bytes(buffer.view))
             io.unregister(buffer.view)
     assert seen[0] == seen[1] == path.read_bytes()
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 4096, 5000, 65_536, 1_000_001])
+def test_the_calls_that_wait_at_once_do_the_same(io: AsyncIO, path: Path, nbytes: int) -> None:
+    path.write_bytes(pattern(1_100_000))
+    model = bytearray(path.read_bytes())
+    with io.open(path, writable=True) as file:
+        for offset in (0, 512, 4095):
+            data, back = pattern(nbytes, offset + 1), bytearray(nbytes)
+            assert io.write_now(file, data, offset) == nbytes
+            model[offset : offset + nbytes] = data
+            assert io.read_now(file, back, offset) == nbytes
+            assert back == data
+        with pytest.raises(ShortIOError) as caught:
+            io.read_now(file, bytearray(5000), 1_099_000)
+        assert caught.value.got == 1000
+    assert path.read_bytes() == model

@@ -116,9 +116,12 @@ static void choose(struct worker *w, uint64_t *offset, uint64_t *nbytes) {
 static void transfer(struct worker *w, struct lamina_extent *extents, uint32_t count) {
     struct lamina_result result;
     do {
-        int error;
+        int priority = (int)(step(&w->random) % 3);
         struct lamina_transfer *t =
-            lamina_submit(w->engine, extents, count, (int)(step(&w->random) % 3), &error);
+            count == 1 && step(&w->random) % 2
+                ? lamina_perform(w->engine, extents->file, extents->operation, extents->address,
+                                 extents->nbytes, extents->offset, priority)
+                : lamina_submit(w->engine, extents, count, priority);
         check(t != NULL, "submit");
         if (step(&w->random) % 8 == 0)
             atomic_fetch_add(&num_cancelled, (unsigned)lamina_transfer_cancel(t));
