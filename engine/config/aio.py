@@ -14,7 +14,7 @@ class AioConfig(Block):
     block_size: Bytes = Field(default=1 << 20, description="bytes of one request")
     queue_depth: PositiveCount = Field(default=32, description="requests in flight")
     intra_op_parallelism: PositiveCount = Field(
-        default=1, description="threads of the threads backend per file operation"
+        default=1, description="threads of the threads backend; it has at least 8"
     )
     single_submit: bool = hint(False, "requests are always submitted in batches; the results are the same")
     overlap_events: bool = hint(True, "submission and completion always overlap; the results are the same")

@@ -92,6 +92,62 @@ def _precision(config: EngineConfig) -> Iterator[Finding]:
         )
 
 
+def _communication(config: EngineConfig) -> Iterator[Finding]:
+    wanted = config.communication_data_type
+    if wanted not in (None, config.compute_dtype):
+        yield Finding(
+            "communication_data_type",
+            f'is "{wanted}", but gradients are reduced as they are computed, in {config.compute_dtype}: '
+            f'write "{config.compute_dtype}", or leave it out',
+            ("fp16.enabled", "bf16.enabled"),
+        )
+
+
+def _prefetch(config: EngineConfig) -> Iterator[Finding]:
+    wanted, where = config.zero_optimization.stage3_prefetch_bucket_size, f"{_ZERO}.stage3_prefetch_bucket_size"
+    if "stage3_prefetch_bucket_size" not in config.zero_optimization.model_fields_set:
+        return
+    if wanted:
+        message = "how far is fetched ahead follows from tiers.lookahead and the budgets; 0 switches it off"
+        yield Finding(where, message, warns=True)
+    elif config.tiers.lookahead not in ("auto", 0):
+        yield Finding(
+            where,
+            f"is 0 (nothing is fetched ahead), but tiers.lookahead is {config.tiers.lookahead}: keep one of them",
+            ("tiers.lookahead",),
+        )
+
+
+def _shares(config: EngineConfig) -> Iterator[Finding]:
+    """State is placed plane by plane as a whole: the planes of the optimizer share a tier."""
+    ratio = config.zero_optimization.offload_optimizer.ratio
+    if config.zero_optimization.offload_optimizer.device != "none" and ratio != 1:
+        yield Finding(
+            f"{_ZERO}.offload_optimizer.ratio",
+            f"{ratio:g} would leave a share of the state in device memory, which is not offered: write 1.0, or leave the "
+            f'device block out and set tiers.device_bytes ("auto" placement fills device memory first)',
+            (f"{_ZERO}.offload_optimizer.device",),
+        )
+    if not isinstance(config.tiers.placement, dict):
+        return
+    asked = config.placement()
+    for plane, choice in asked.items():
+        if isinstance(choice, dict) and plane in config.tiers.placement:
+            yield Finding(
+                "tiers.placement", f'gives {plane} shares of tiers, which is not offered: write one tier or "auto"'
+            )
+    state = {plane: asked[plane] for plane in ("remainder", "master", "exp_avg", "exp_avg_sq")}  # type: ignore[index]
+    used = {plane: choice for plane, choice in state.items() if not isinstance(choice, dict)}
+    absent = {"fp32": ("remainder", "master"), "bf16": ("master",), "fp16": ("remainder",)}[config.compute_dtype]
+    tiers = {str(choice) for plane, choice in used.items() if plane not in absent} - {"auto"}
+    if len(tiers) > 1:
+        yield Finding(
+            "tiers.placement",
+            f"puts the optimizer's planes on {', '.join(sorted(tiers))}: master, remainder, exp_avg and exp_avg_sq share "
+            f"one tier",
+        )
+
+
 def _offload(config: EngineConfig) -> Iterator[Finding]:
     zero = config.zero_optimization
     stage = f"{_ZERO}.stage"
@@ -230,4 +286,15 @@ def _without_effect(config: EngineConfig) -> Iterator[Finding]:
             yield Finding(f"{_ZERO}.{key}", message, (f"{_ZERO}.stage",), warns=True)
 
 
-CHECKS: tuple[Check, ...] = (_precision, _offload, _placement, _aio, _optimizer, _scheduler, _without_effect)
+CHECKS: tuple[Check, ...] = (
+    _precision,
+    _communication,
+    _prefetch,
+    _shares,
+    _offload,
+    _placement,
+    _aio,
+    _optimizer,
+    _scheduler,
+    _without_effect,
+)

@@ -43,8 +43,8 @@ REFUSED: tuple[Key, ...] = (
     _refused("gradient_allreduce_op", "gradients are the mean over ranks", '"mean"', "mean"),
     _refused(
         "fp32_allreduce",
-        "the old spelling of a reduction in fp32",
-        '"communication_data_type": "fp32"',
+        "gradients are reduced in the format in which they are computed",
+        "false",
         False,
     ),
     _refused("disable_allgather", "parameters must be gathered", "false", False),

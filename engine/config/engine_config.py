@@ -15,7 +15,7 @@ from lamina.engine.config.block import Block
 from lamina.engine.config.checks import check_all
 from lamina.engine.config.describe import describe
 from lamina.engine.config.errors import ConfigError, in_file_order
-from lamina.engine.config.monitor import CsvMonitorConfig, TensorBoardConfig
+from lamina.engine.config.monitor import CsvMonitorConfig, JsonMonitorConfig, TensorBoardConfig
 from lamina.engine.config.optimizer import AdamConfig, TorchOptimizerConfig
 from lamina.engine.config.precision import Bf16Config, DataTypesConfig, DTypeName, Fp16Config
 from lamina.engine.config.quantities import PositiveCount
@@ -50,15 +50,18 @@ class EngineConfig(Block):
     steps_per_print: Annotated[PositiveCount | None, BeforeValidator(_never)] = Field(
         default=None, description="optimizer steps between progress lines; null: none"
     )
-    wall_clock_breakdown: bool = Field(default=False, description="print how the time of a step splits")
-    memory_breakdown: bool = Field(default=False, description="print the bytes of each tier")
+    wall_clock_breakdown: bool = Field(
+        default=False, description="print how the time of a step splits beside the progress lines"
+    )
+    memory_breakdown: bool = Field(default=False, description="print the bytes of each tier beside the progress lines")
     dump_state: bool = Field(default=False, description="print the effective config at initialize")
     dataloader_drop_last: bool = Field(default=False, description="drop an incomplete last batch")
     communication_data_type: DTypeName | None = Field(
-        default=None, description="number format of gradient reduction; null: as accumulated"
+        default=None,
+        description="number format of gradient reduction; only that of the gradients themselves is offered",
     )
     zero_allow_untested_optimizer: bool = Field(
-        default=False, description="use a client's optimizer class that is not torch's"
+        default=False, description="take an optimizer whose class is not torch's"
     )
     optimizer: AdamConfig | TorchOptimizerConfig | None = Field(
         default=None, description="the optimizer, when none is passed"
@@ -74,6 +77,7 @@ class EngineConfig(Block):
     activation_checkpointing: ActivationCheckpointingConfig = ActivationCheckpointingConfig()
     tensorboard: TensorBoardConfig = TensorBoardConfig()
     csv_monitor: CsvMonitorConfig = CsvMonitorConfig()
+    json_monitor: JsonMonitorConfig = JsonMonitorConfig()
     tiers: TiersConfig = TiersConfig()
 
     _world_size: int = PrivateAttr(1)

@@ -22,9 +22,7 @@ class OffloadParamConfig(Block):
     pin_memory: bool = hint(
         True, "host memory that takes part in transfers is always page-locked where that is allowed"
     )
-    buffer_count: PositiveCount = Field(
-        default=5, description="the least number of parameter groups in flight is taken from here"
-    )
+    buffer_count: PositiveCount = hint(5, "the number of groups in flight follows from tiers.device_bytes")
     buffer_size: PositiveCount = hint(
         100_000_000, "a parameter of any size is moved in chunks: buffers have no largest parameter"
     )
@@ -64,24 +62,35 @@ class ZeroConfig(Block):
     sub_group_size: PositiveCount = Field(
         default=1_000_000_000, description="elements that the optimizer updates at a time"
     )
-    reduce_bucket_size: PositiveCount = Field(default=500_000_000, description="elements reduced at a time")
-    allgather_bucket_size: PositiveCount = Field(default=500_000_000, description="elements gathered at a time")
-    stage3_max_live_parameters: Count = Field(default=1_000_000_000, description="elements gathered at once, at most")
-    stage3_max_reuse_distance: Count = Field(
-        default=1_000_000_000, description="keep a parameter used again within so many elements"
+    reduce_bucket_size: PositiveCount = hint(
+        500_000_000, "gradients are reduced group by group; the results are the same"
     )
-    stage3_prefetch_bucket_size: Count = Field(default=50_000_000, description="elements fetched ahead")
-    stage3_param_persistence_threshold: Count = Field(
-        default=100_000, description="parameters below are not partitioned"
+    allgather_bucket_size: PositiveCount = hint(
+        500_000_000, "parameters are gathered group by group; the results are the same"
     )
-    stage3_model_persistence_threshold: Count = Field(
-        default=2**63 - 1, description="elements kept unpartitioned, in all"
+    stage3_max_live_parameters: Count = hint(
+        1_000_000_000, "tiers.device_bytes decides how much is gathered at once; the results are the same"
     )
-    stage3_gather_16bit_weights_on_model_save: bool = Field(
-        default=False, description="gather whole weights when saving"
+    stage3_max_reuse_distance: Count = hint(
+        1_000_000_000, "groups that are used again soon stay while tiers.device_bytes has room"
+    )
+    stage3_prefetch_bucket_size: Count = Field(
+        default=50_000_000,
+        description="0: nothing is fetched ahead; else tiers.lookahead and the budget decide how much",
+    )
+    stage3_param_persistence_threshold: Count = hint(
+        100_000, "small parameters are joined into groups, and no parameter is kept whole for its size"
+    )
+    stage3_model_persistence_threshold: Count = hint(
+        2**63 - 1, "small parameters are joined into groups, and no parameter is kept whole for its size"
+    )
+    stage3_gather_16bit_weights_on_model_save: bool = hint(
+        False, "save_16bit_model() and save_pretrained() always write whole weights"
     )
     overlap_comm: bool | None = hint(None, "transfers and compute always overlap; the results are the same")
     contiguous_gradients: bool = hint(True, "gradients are always contiguous")
     reduce_scatter: bool = hint(True, "gradients are always reduce-scattered from stage 2 on; the results are the same")
     round_robin_gradients: bool = hint(False, "every rank owns a slice of every group: no order to balance")
-    ignore_unused_parameters: bool = Field(default=True, description="a parameter without gradient is no error")
+    ignore_unused_parameters: bool = Field(
+        default=True, description="false: a parameter that got no gradient is an error at step()"
+    )

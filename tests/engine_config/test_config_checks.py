@@ -361,6 +361,40 @@ def test_folders_of_the_offload_blocks_serve_when_tiers_names_none() -> None:
 
 
 @pytest.mark.parametrize(
+    ("config", "path", "message"),
+    [
+        (
+            {"tiers": {"nvme": ["/a"], "placement": {"exp_avg": {"host": 0.5, "nvme": 0.5}}}},
+            "tiers.placement",
+            "shares",
+        ),
+        (
+            {"tiers": {"nvme": ["/a"], "placement": {"exp_avg": "host", "exp_avg_sq": "nvme"}}},
+            "tiers.placement",
+            "host, nvme",
+        ),
+        (
+            {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.75}}},
+            "zero_optimization.offload_optimizer.ratio",
+            "write 1.0",
+        ),
+        ({"communication_data_type": "fp32", "bf16": {"enabled": True}}, "communication_data_type", 'write "bf16"'),
+        (
+            {"zero_optimization": {"stage": 3, "stage3_prefetch_bucket_size": 0}, "tiers": {"lookahead": 3}},
+            "zero_optimization.stage3_prefetch_bucket_size",
+            "tiers.lookahead is 3",
+        ),
+    ],
+)
+def test_what_cannot_be_done_is_refused_with_what_to_write(config: dict[str, Any], path: str, message: str) -> None:
+    if "tiers" in config:
+        config = {"zero_optimization": {"stage": 3}, **config}
+    found = problems(config)
+    assert list(found) == [path]
+    assert message in found[path]
+
+
+@pytest.mark.parametrize(
     ("config", "wanted"),
     [
         ({}, {"param": "device", "exp_avg": "device", "grad": "device"}),
@@ -374,15 +408,11 @@ def test_folders_of_the_offload_blocks_serve_when_tiers_names_none() -> None:
             {"param": "device", "exp_avg": "host", "grad": "host"},
         ),
         (
-            {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.75}}},
-            {"param": "device", "exp_avg": {"host": 0.75, "device": 0.25}, "grad": "host"},
-        ),
-        (
             {
                 "zero_optimization": {"stage": 3, "offload_param": {"device": "none"}},
-                "tiers": {"nvme": ["/a"], "placement": {"exp_avg": {"host": 0.5, "nvme": 0.5}}},
+                "tiers": {"nvme": ["/a"], "placement": {"exp_avg": "host"}},
             },
-            {"param": "device", "exp_avg": {"host": 0.5, "nvme": 0.5}, "grad": "auto"},
+            {"param": "device", "exp_avg": "host", "exp_avg_sq": "auto", "grad": "auto"},
         ),
     ],
 )
