@@ -9,7 +9,7 @@ from lamina.engine.planner.machine import Machine
 from lamina.engine.planner.model_shape import ModelShape
 from lamina.engine.planner.placement import DEVICE, HOST, NVME, Placement
 from lamina.engine.planner.rank_slice import RankSlice, rank_slice
-from lamina.engine.planner.state_bytes import plane_bytes_per_param
+from lamina.engine.planner.state_bytes import DType, plane_bytes_per_param
 from lamina.engine.planner.workload import Workload
 
 
@@ -44,6 +44,25 @@ class Case:
             return self.place.param != NVME
         away = self.place.param == DEVICE and self.place.optimizer == HOST
         return away and not self.machine.shared_memory
+
+    @property
+    def early_update(self) -> bool:
+        """Gradients are used up under the backward pass as they come, and are never all held.
+
+        Not with a barrier, a loss scaler or sums over micro-batches, and only where a generation can be
+        dropped.
+        """
+        load = self.load
+        free = not load.barrier and load.dtype is not DType.FP16 and load.accumulation == 1
+        return free and self.place.optimizer == NVME and self.place.grad == HOST and self.buffers.generations > 1
+
+    def held_gradients(self) -> int:
+        """Elements of gradients that are held at once off the device."""
+        part = self.slice
+        shards = part.trainable if self.place.stage < 2 else part.trainable_shards
+        if not self.early_update:
+            return sum(shards)
+        return shards[0] + sum(sorted(shards[1:])[-2:])
 
     @property
     def gathers(self) -> bool:

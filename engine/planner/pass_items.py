@@ -85,7 +85,7 @@ def update_sub_group(case: Case) -> int:
     all buffers a budget of g + u * n leaves u * n <= g / 2.
     """
     part, own, place = case.slice, case.buffers, case.place
-    others = sum(part.trainable_shards) * case.load.grad_bytes if place.grad == HOST else 0
+    others = case.held_gradients() * case.load.grad_bytes if place.grad == HOST else 0
     if place.param == HOST:
         others += sum(part.shards if part.ranks > 1 else part.groups) * case.load.itemsize
     per_element = own.update_depth * sum(case.planes.values())

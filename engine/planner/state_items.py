@@ -67,8 +67,10 @@ def gradient_items(case: Case) -> Iterator[Item]:
     held = update | (TRAINED if load.accumulation > 1 else frozenset({Phase.BACKWARD_END}))
     own = tier == DEVICE and load.itemsize == load.grad_bytes and case.place.stage < 2
     on_files = nvme_bytes(shards, {"grad": load.grad_bytes}, generations=1) if tier == NVME else 0
-    nbytes = on_files or sum(shards) * load.grad_bytes
+    nbytes = on_files or case.held_gradients() * load.grad_bytes
     formula = f"{load.grad_bytes} B x trainable{split}"
+    if case.early_update:
+        formula = f"{load.grad_bytes} B x (root group + two blocks): used up as they come"
     if own and load.accumulation == 1:
         # Autograd's output is the held gradient itself: the last block's comes as its activations go, that of
         # position tables and their like after them.

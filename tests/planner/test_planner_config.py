@@ -84,7 +84,15 @@ def segments_of(case: Case) -> list[SegmentSize]:
 def placed(case: Case, budgets: Budgets) -> Any:
     """What the tier layer's own arithmetic says of the same homes."""
     param, state = Tier(case.place.param), Tier(case.place.optimizer)
-    wishes = Wishes(param_tiers=(param,), state_tiers=(state,), sub_group_numel=case.buffers.sub_group)
+    early = not case.load.barrier and case.load.dtype != "fp16"
+    sums = case.load.accumulation > 1
+    wishes = Wishes(
+        param_tiers=(param,),
+        state_tiers=(state,),
+        sub_group_numel=case.buffers.sub_group,
+        overlap_update=early,
+        retain_gradients=sums,
+    )
     return place(segments_of(case), budgets, wishes)
 
 
