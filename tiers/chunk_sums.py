@@ -83,6 +83,14 @@ class ChunkSums:
             done += size
         return measured
 
+    def known(self, extent: PlaneExtent, offset: int, nbytes: int) -> "list[Measured]":
+        """The checksums of the whole chunks of a range, as measure() would find them in undamaged bytes."""
+        return [
+            Measured(index, 0, whole, whole, self.values[index])
+            for index in self._chunks(extent, offset, nbytes)
+            for whole in [self.chunk_bytes(extent, index - extent.first_chunk)]
+        ]
+
     def put(self, measured: "list[Measured]") -> None:
         """Note that these pieces, announced before, were written."""
         for piece in measured:

@@ -72,6 +72,7 @@ class RankFolder:
                 continue
             except OSError as error:
                 raise self._refusal(path, f"cannot be created: {error.strerror}", step) from error
+            sync_directory(os.path.dirname(path))
             self._created.append(path)
             self.notes.append(f"created {path}")
         if not os.path.isdir(self.root):
@@ -82,6 +83,7 @@ class RankFolder:
     def _make_private(self, path: str) -> None:
         try:
             os.mkdir(path, 0o700)
+            sync_directory(os.path.dirname(path))
             self._created.append(path)
             return
         except FileExistsError:

@@ -3,9 +3,19 @@
 from collections.abc import Sequence
 
 from lamina.tiers.errors import SpaceError
-from lamina.tiers.layout import Layout
+from lamina.tiers.layout import CHUNK_BYTES, Layout
 from lamina.tiers.striping import fit_weights, stripe_counts
 from lamina.tiers.tier import ShardSpec
+
+
+def disk_bytes(shards: Sequence[ShardSpec], *, generations: int, chunk_bytes: int = CHUNK_BYTES) -> int:
+    """What a store of these shards takes on one path, padding and checksums included (manifest and lock left out).
+
+    A checkpoint that is kept takes one more generation once training goes on.
+    """
+    main = Layout([shard for shard in shards if not shard.frozen], chunk_bytes=chunk_bytes)
+    frozen = Layout([shard for shard in shards if shard.frozen], chunk_bytes=chunk_bytes)
+    return generations * main.file_bytes[0] + frozen.file_bytes[0]
 
 
 def plan_counts(

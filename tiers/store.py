@@ -1,4 +1,15 @@
-"""The generation store: a rank's NVMe state, updated out of place and made current by one atomic rename."""
+"""The generation store: a rank's NVMe state, updated out of place and made current by one atomic rename.
+
+[Note: what survives what]
+A killed process: every commit that returned, and perhaps the one that was under way. Data and manifest are with the
+kernel by then, and nothing of the current generation is overwritten before another one counts.
+A loss of power: every commit with durable=True, and every pin. A commit without it has its manifest on disk, and with
+direct I/O usually its data; where the disk had not written something, the checksums find it at the next start, and a
+checkpoint (or with generations: 3 an older generation) is the way back. Nothing is ever taken for right unchecked
+unless verify is "off".
+A failing or full disk: an update moves to the other paths where there are some with room; otherwise it fails, and the
+generation before still counts.
+"""
 
 import os
 import threading
@@ -19,7 +30,7 @@ from lamina.tiers.pinned_reader import PinnedReader
 from lamina.tiers.restore import copy_into, link_into
 from lamina.tiers.slot import Slot
 from lamina.tiers.slot_pool import SlotPool
-from lamina.tiers.stream import check_chunks
+from lamina.tiers.stream import check_chunks, check_edges
 from lamina.tiers.tier import NvmePath, Plane, ShardSpec
 from lamina.tiers.transaction import Source, Target, Transaction, TransactionState
 from lamina.tiers.wear import PathWear
@@ -141,8 +152,8 @@ class GenerationStore:
     ) -> TransferHandle:
         """Start reading from BYTE offset of a plane of the current generation into a writable buffer.
 
-        The handle owns the buffer; its wait() raises IntegrityError under verify="always" when a chunk that
-        was read whole is damaged. Raises KeyError, ValueError, StoreError.
+        The handle owns the buffer; its wait() raises IntegrityError under verify="always" when a chunk is damaged (of
+        which only a part is wanted, it is read whole beside). Raises KeyError, ValueError, StoreError.
         """
         view = as_bytes(buffer)
         if view.readonly and len(view):
@@ -156,6 +167,7 @@ class GenerationStore:
 
         def check(data: memoryview) -> None:
             check_chunks(slot, sums, extent, offset, data, title)
+            check_edges(slot, sums, extent, offset, data, title)
 
         return slot.track(TransferHandle(parts, view, finish=check))
 

@@ -65,6 +65,24 @@ def check_chunks(slot: Slot, sums: ChunkSums, extent: PlaneExtent, offset: int, 
         chunk += 1
 
 
+def check_edges(slot: Slot, sums: ChunkSums, extent: PlaneExtent, offset: int, view: memoryview, what: str) -> None:
+    """Check the chunks of which these bytes are only a part, by reading them whole. Raises IntegrityError, OSError."""
+    chunk_bytes = slot.layout.chunk_bytes
+    end = offset + len(view)
+    for chunk in {offset // chunk_bytes, max(offset, end - 1) // chunk_bytes} if len(view) else ():
+        start = chunk * chunk_bytes
+        size = sums.chunk_bytes(extent, chunk)
+        if offset <= start and start + size <= end:
+            continue
+        whole = memoryview(bytearray(size))
+        TransferHandle(slot.read(extent, start, whole, Priority.DEMAND), whole).wait()
+        check_chunks(slot, sums, extent, start, whole, what)
+        first, last = max(start, offset), min(start + size, end)
+        if whole[first - start : last - start] != view[first - offset : last - offset]:
+            expected = sums.values[extent.first_chunk + chunk]
+            raise damage(slot, extent, chunk, expected, crc32c(view[first - offset : last - offset]), what)
+
+
 def damage(slot: Slot, extent: PlaneExtent, chunk: int, expected: int, found: int, what: str) -> IntegrityError:
     """The error for a chunk that is not what was written."""
     stripe, offset = slot.layout.chunk_place(slot.layout.extent(extent.shard, extent.plane), chunk)

@@ -16,6 +16,7 @@ from store_samples import FROZEN, SHARDS, random_state, rank_folder, read_all, w
 
 from lamina.tiers.errors import LockedError, SpaceError, StoreError
 from lamina.tiers.lock import FolderLock
+from lamina.tiers.room import disk_bytes
 from lamina.tiers.store import GenerationStore
 from lamina.tiers.tier import NvmePath, Plane, PlaneSpec, ShardSpec
 
@@ -281,6 +282,7 @@ def test_a_budget_of_a_path_holds(open_store: Open, tmp_path: Path) -> None:
     write_all(store, random_state(), 0)
     store.pin(str(tmp_path / "ckpt"))
     write_all(store, random_state(), 1)
+    assert need == disk_bytes(SHARDS, generations=2, chunk_bytes=4096)
     taken = sum(path.stat().st_blocks * 512 for path in rank_folder(tmp_path).glob("gen-*"))
     assert abs(taken - need) <= need * 0.05
     store.close(remove=True)

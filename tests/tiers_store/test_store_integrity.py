@@ -71,6 +71,48 @@ def test_always_checks_every_whole_chunk_that_is_read(open_store: Open) -> None:
     assert store.current.id == 1
 
 
+@pytest.mark.parametrize(
+    ("offset", "nbytes"), [(5 * CHUNK + 100, 10), (5 * CHUNK + 100, CHUNK), (4 * CHUNK + 1, CHUNK), (0, 5 * CHUNK + 1)]
+)
+def test_always_checks_chunks_that_are_read_in_part(open_store: Open, offset: int, nbytes: int) -> None:
+    store = open_store(verify="always")
+    state = random_state()
+    write_all(store, state, 0)
+    extent = Layout(SHARDS, chunk_bytes=CHUNK).extent("block3", Plane.EXP_AVG)
+    buffer = bytearray(nbytes)
+    store.read("block3", Plane.EXP_AVG, buffer, offset=offset).wait()
+    assert buffer == state["block3", Plane.EXP_AVG][offset : offset + nbytes]
+    flip(current_file(store), extent.starts[0] + 5 * CHUNK + 4000)
+    with pytest.raises(IntegrityError, match="chunk 5 of block3/exp_avg"):
+        store.read("block3", Plane.EXP_AVG, buffer, offset=offset).wait()
+
+
+def test_a_read_that_is_waited_for_late_is_that_of_its_generation(open_store: Open) -> None:
+    """Two commits later its file holds other bytes; the handle has the old ones, checked."""
+    store = open_store(verify="always")
+    state = random_state()
+    write_all(store, state, 0)
+    buffer = bytearray(1000)
+    handle = store.read("block3", Plane.EXP_AVG, buffer, offset=500)
+    for step in range(1, 4):
+        write_all(store, random_state(), step)
+    assert handle.wait() == 1000
+    assert buffer == state["block3", Plane.EXP_AVG][500:1500]
+
+
+def test_damage_that_is_carried_over_stays_visible(open_store: Open) -> None:
+    store = open_store(verify="off")
+    write_all(store, random_state(), 0)
+    extent = Layout(SHARDS, chunk_bytes=CHUNK).extent("block3", Plane.EXP_AVG)
+    flip(current_file(store), extent.starts[0] + 5 * CHUNK + 17)
+    with store.begin() as transaction:
+        transaction.copy_rest()
+        transaction.commit(1)
+    store.close()
+    with pytest.raises(IntegrityError, match=r"chunk 5 of block3/exp_avg .*step 1"):
+        open_store()
+
+
 def test_every_bit_of_a_small_generation_is_guarded(open_store: Open) -> None:
     """Any byte of any plane, and of the checksum table."""
     store = open_store()
