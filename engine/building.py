@@ -10,7 +10,7 @@ from torch import nn
 
 from lamina.aio_native import AsyncIO
 from lamina.tiers import Budgets, DiskSpeed, NvmePath, Placement, Spans, Tier, Wishes, probe_disk
-from lamina.zero import AdamDefaults, ZeroOptions, ZeroRuntime
+from lamina.zero import AdamDefaults, Ranks, ZeroOptions, ZeroRuntime
 
 from .config import ConfigError, EngineConfig
 from .config.optimizer import AdamConfig
@@ -49,11 +49,10 @@ def initialize(
         raise ValueError('config is missing: pass the path of a JSON file or a mapping, {"train_batch_size": 8, …}')
     world_size = _world_size()
     settings = EngineConfig.load(config, world_size=world_size, resolve=_model_facts(model))
-    if world_size > 1:
-        raise ValueError(f"{world_size} ranks are running: this version trains on one rank")
     adam, params = _adam_of(settings, optimizer, model_parameters, model)
     options = _zero_options(settings, adam, trains=params is not None)
-    runtime = ZeroRuntime(model, params, options, spans=Spans(enabled=trace))
+    ranks = Ranks.of_process()
+    runtime = ZeroRuntime(model, params, options, ranks=ranks, spans=Spans(enabled=trace))
     try:
         engine = TrainingEngine(
             module=model,
@@ -70,7 +69,7 @@ def initialize(
             loader = build_dataloader(
                 training_data,
                 micro_batch_size=settings.train_micro_batch_size_per_gpu,
-                rank=0,
+                rank=ranks.rank,
                 world_size=world_size,
                 collate_fn=collate_fn,
                 drop_last=settings.dataloader_drop_last,
@@ -165,6 +164,7 @@ def _zero_options(settings: EngineConfig, adam: AdamDefaults, *, trains: bool) -
     with_grad_window = settings.gradient_accumulation_steps > 1 or settings.data_types.grad_accum_dtype is not None
     overlap = _overlap(settings)
     return ZeroOptions(
+        stage=settings.zero_optimization.stage,
         compute_dtype=dtype if settings.compute_dtype != "fp32" else None,
         grad_dtype=TORCH_DTYPE[settings.grad_accum_dtype] if with_grad_window else None,
         budgets=Budgets(device_bytes=tiers.device_bytes, host_bytes=tiers.host_bytes),
@@ -172,6 +172,7 @@ def _zero_options(settings: EngineConfig, adam: AdamDefaults, *, trains: bool) -
             param_tiers=_tiers_for(settings, "param", bool(nvme)),
             state_tiers=_tiers_for(settings, "exp_avg", bool(nvme)),
             overlap_update=overlap,
+            in_place_tiers=_in_place_tiers(settings),
             sub_group_numel=settings.zero_optimization.sub_group_size,
             # Gradients of several micro-batches add up and are kept anyway; else they are given up where memory is short.
             retain_gradients=tiers.host_bytes is None or settings.gradient_accumulation_steps > 1,
@@ -206,6 +207,13 @@ def _overlap(settings: EngineConfig) -> bool:
     if wanted is True and obstacles:
         raise ConfigError([("tiers.overlap_update", obstacle) for obstacle in obstacles])
     return wanted is not False and not obstacles
+
+
+def _in_place_tiers(settings: EngineConfig) -> tuple[Tier, ...]:
+    """Where compute can use parameters as they lie: nowhere when every rank has only a shard of them."""
+    if settings.world_size > 1 and settings.zero_optimization.stage == 3:
+        return ()
+    return (Tier.DEVICE, Tier.HOST)
 
 
 def _tiers_for(settings: EngineConfig, plane: str, has_nvme: bool) -> tuple[Tier, ...]:

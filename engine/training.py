@@ -103,11 +103,13 @@ class TrainingEngine:
         scaled = loss if accumulation == 1 else loss / accumulation
         last = self.is_gradient_accumulation_boundary() and not retain_graph
         self._runtime.begin_backward(last_of_window=last)
+        succeeded = False
         try:
             with self._runtime.forward_context():
                 scaled.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+            succeeded = True
         finally:
-            self._runtime.end_backward()
+            self._runtime.end_backward(succeeded=succeeded)
         self._clock.backward_s += time.perf_counter() - began
         return loss
 
@@ -121,6 +123,7 @@ class TrainingEngine:
         if not boundary:
             return
         rate = self.get_lr()
+        self._runtime.close_window()
         optimizer.finish(step=self.global_steps + 1)
         self._runtime.finish_step()
         self.global_steps += 1
@@ -240,6 +243,7 @@ class TrainingEngine:
             backward_s=clock.backward_s,
             update_s=outcome.update_s,
             commit_s=outcome.commit_s,
+            communication_share=runtime.ranks.take_seconds() / step_s,
             stalled_s={"nvme->host": fetches.stalled_s} if runtime.store else {},
             link_bytes=links,
             link_gbps={link: nbytes / step_s / 1e9 for link, nbytes in links.items()},

@@ -22,8 +22,10 @@ class SegmentSize:
     """One segment's sizes in elements and bytes per element.
 
     ``state_itemsizes`` are those of the planes that its optimizer keeps besides ``param`` (none when frozen);
-    ``grad_itemsize`` is that of the gradient plane (0 when frozen). ``full_numel`` is the whole flat layout,
-    ``shard_numel`` this rank's part. ``group`` is the index of the group that is fetched as a whole.
+    ``grad_itemsize`` is that of the gradient plane (0 when frozen), ``bucket_itemsize`` that of the bucket in which gradients
+    of several ranks are summed (0 on one rank). ``replicated``: the parameters' home holds the whole layout, not a shard.
+    ``full_numel`` is the whole flat layout, ``shard_numel`` this rank's part. ``group`` is the index of the group that is
+    fetched as a whole.
     """
 
     name: str
@@ -33,7 +35,14 @@ class SegmentSize:
     param_itemsize: int
     state_itemsizes: tuple[int, ...]
     grad_itemsize: int
+    bucket_itemsize: int = 0
+    replicated: bool = True
     block: bool = True  # False: outside the blocks; its gradient stays open through the whole backward pass
+
+    @property
+    def home_bytes(self) -> int:
+        """Bytes of the parameters at home in memory."""
+        return _up((self.full_numel if self.replicated else self.shard_numel) * self.param_itemsize)
 
     @property
     def trained(self) -> bool:
@@ -64,7 +73,7 @@ class Wishes:
     chunk_numel: int = 1 << 19  # sub-groups are cut at multiples of this many elements
     staging_count: int = 3
     retain_gradients: bool = False
-    host_in_place: bool = True  # compute can use host memory directly (no GPU, one rank)
+    in_place_tiers: tuple[Tier, ...] = (Tier.DEVICE, Tier.HOST)  # where compute can use parameters as they lie
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,8 +124,7 @@ class _Planner:
 
     def streamed(self, homes: Mapping[str, Home]) -> list[SegmentSize]:
         """Segments whose parameters are fetched for use."""
-        in_place = (Tier.DEVICE, Tier.HOST) if self.wishes.host_in_place else (Tier.DEVICE,)
-        return [s for s in self.segments if homes[s.name].param not in in_place]
+        return [s for s in self.segments if homes[s.name].param not in self.wishes.in_place_tiers]
 
     def window_sizes(self, homes: Mapping[str, Home]) -> list[int]:
         """Bytes of each group's fetched parameters, largest first."""
@@ -126,17 +134,26 @@ class _Planner:
         return sorted(groups.values(), reverse=True)
 
     def device_items(self, homes: Mapping[str, Home], window_groups: int) -> dict[str, int]:
-        resident = sum(
-            _up(s.full_numel * s.param_itemsize) for s in self.segments if homes[s.name].param is Tier.DEVICE
-        )
+        resident = sum(s.home_bytes for s in self.segments if homes[s.name].param is Tier.DEVICE)
         states = sum(self._state_bytes(s) for s in self.segments if homes[s.name].state is Tier.DEVICE)
         window = sum(self.window_sizes(homes)[:window_groups])
         return _present(
-            {"resident parameters": resident, "optimizer state": states, "window of fetched groups": window}
+            {
+                "resident parameters": resident,
+                "optimizer state": states,
+                "window of fetched groups": window,
+                "gradient buckets": self.bucket_bytes(),
+            }
         )
 
+    def bucket_bytes(self) -> int:
+        """Buckets of several ranks' gradients: those outside the blocks, and three blocks (one filling, two under way)."""
+        sizes = [(s.block, _up(s.full_numel * s.bucket_itemsize)) for s in self.segments if s.trained]
+        blocks = sorted(size for is_block, size in sizes if is_block)
+        return sum(size for is_block, size in sizes if not is_block) + sum(blocks[-3:])
+
     def host_items(self, homes: Mapping[str, Home], staging: int) -> dict[str, int]:
-        resident = sum(_up(s.full_numel * s.param_itemsize) for s in self.segments if homes[s.name].param is Tier.HOST)
+        resident = sum(s.home_bytes for s in self.segments if homes[s.name].param is Tier.HOST)
         states = sum(self._state_bytes(s) for s in self.segments if homes[s.name].state is Tier.HOST)
         return _present(
             {

@@ -1,10 +1,12 @@
 """Which slice of the state belongs to whom, and what happens to it: groups, mixed precision, Adam, hooks."""
 
 from .access import GatheredParameters, get_full, get_local, set_full, set_local
+from .collectives import Ranks
 from .cpu_adam import CPUAdam
 from .kernels import AdamHyper, DType, Kernels
 from .optimizer import AdamDefaults, TieredAdam
-from .runtime import ZeroOptions, ZeroRuntime
+from .options import ZeroOptions
+from .runtime import ZeroRuntime
 
 __all__ = [
     "AdamDefaults",
@@ -13,6 +15,7 @@ __all__ = [
     "DType",
     "GatheredParameters",
     "Kernels",
+    "Ranks",
     "TieredAdam",
     "ZeroOptions",
     "ZeroRuntime",

@@ -107,12 +107,12 @@ def _local_range(place: Place) -> tuple[int, int]:
 
 
 def _read(place: Place, plane: Plane) -> torch.Tensor | None:
-    segment, slot = place.segment, place.slot
+    segment = place.segment
     if plane is Plane.GRAD:
         gradients = place.runtime.gradients[segment]
         if place.index not in gradients.arrived:
             return None
-        return gradients.view(place.index).float()
+        return _whole(place, gradients.piece(place.index).float())
     if plane is Plane.MASTER and segment.dtype is not torch.float16:
         high = _read_plane(place, Plane.PARAM)
         if segment.dtype is torch.float32:
@@ -122,19 +122,38 @@ def _read(place: Place, plane: Plane) -> torch.Tensor | None:
 
 
 def _read_plane(place: Place, plane: Plane) -> torch.Tensor:
-    """A copy of a stored plane."""
-    segment, slot = place.segment, place.slot
-    memory = plane_in_memory(segment, plane)
+    """A copy of a stored plane of the whole parameter."""
+    memory = plane_in_memory(place.segment, plane)
+    first, last = _shard_range(place)
     if memory is not None:
-        return memory[slot.offset : slot.end].clone().view(slot.shape)
-    dtype = plane_dtype(plane, segment.dtype)
-    values = torch.empty(slot.numel, dtype=dtype)
+        return _whole(place, memory[first:last].clone())
+    dtype = plane_dtype(plane, place.segment.dtype)
+    values = torch.empty(last - first, dtype=dtype)
     store = place.runtime.store
     if store is None:
-        raise RuntimeError(f"{slot.name} has no {plane} in memory and there is no store")
-    if slot.numel:
-        store.read(segment.name, plane, bytes_of(values), offset=slot.offset * dtype.itemsize).wait()
-    return values.view(slot.shape)
+        raise RuntimeError(f"{place.slot.name} has no {plane} in memory and there is no store")
+    if values.numel():
+        store.read(place.segment.name, plane, bytes_of(values), offset=first * dtype.itemsize).wait()
+    return _whole(place, values)
+
+
+def _shard_range(place: Place) -> tuple[int, int]:
+    """This rank's elements of the parameter, counted from the start of its shard; empty when it has none."""
+    begin, end = place.segment.layout.shard_range(place.segment.rank)
+    first, last = max(place.slot.offset, begin), min(place.slot.end, end)
+    return (first - begin, last - begin) if first < last else (0, 0)
+
+
+def _whole(place: Place, piece: torch.Tensor) -> torch.Tensor:
+    """The whole parameter's values, in its shape, from every rank's piece. Collective when there are several ranks."""
+    if place.segment.layout.world_size == 1:
+        return piece.view(place.slot.shape)
+    whole = torch.zeros(place.slot.numel, dtype=piece.dtype)
+    first, last = _local_range(place)
+    if first < last:
+        whole[first:last] = piece
+    place.runtime.ranks.sum_bits(whole)
+    return whole.view(place.slot.shape)
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
@@ -143,14 +162,16 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 def plane_in_memory(segment: Segment, plane: Plane) -> torch.Tensor | None:
-    """The flat plane where it is at home in memory, not a copy."""
-    if plane is Plane.PARAM:
-        return segment.flat if segment.in_place else None
-    block = segment.state.get(plane)
-    if block is None:
-        return None
+    """This rank's shard of a plane where it is at home in memory; not a copy."""
     dtype = plane_dtype(plane, segment.dtype)
-    return torch.frombuffer(block.view, dtype=dtype) if block.nbytes else torch.empty(0, dtype=dtype)
+    if plane is Plane.PARAM:
+        view = segment.home_shard() if segment.home is not None else None
+    else:
+        block = segment.state.get(plane)
+        view = block.view if block is not None else None
+    if view is None:
+        return None
+    return torch.frombuffer(view, dtype=dtype) if view.nbytes else torch.empty(0, dtype=dtype)
 
 
 def _joined(place: Place, high: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
@@ -232,17 +253,27 @@ def _apply_to(runtime: "ZeroRuntime", edits: Sequence[Edit]) -> None:
                 raise RuntimeError(
                     f"{slot.name} has no gradient in this window, or it was already used up by an early update"
                 )
-            plane.view(edit.place.index).copy_(edit.values)
+            plane.piece(edit.place.index).copy_(_piece(edit.place, edit.values))
             plane.edited = True
             continue
         for plane_kind, values in _planes_of(edit):
             memory = plane_in_memory(segment, plane_kind)
             if memory is not None:
-                memory[slot.offset : slot.end].copy_(values.reshape(-1))
+                first, last = _shard_range(edit.place)
+                memory[first:last].copy_(_piece(edit.place, values))
             if any(spec.plane is plane_kind for spec in segment.stored_planes):
                 stored.append((edit.place, plane_kind, values))
     if stored:
         _store(runtime, stored)
+    for segment in {id(e.place.segment): e.place.segment for e in edits if e.plane is not Plane.GRAD}.values():
+        if segment.replicated and segment.flat is not None and segment.layout.world_size > 1:
+            runtime.ranks.all_gather(segment.flat)
+
+
+def _piece(place: Place, values: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a whole parameter's values, 1-d."""
+    first, last = _local_range(place)
+    return values.reshape(-1)[first:last] if first < last else values.reshape(-1)[:0]
 
 
 def _planes_of(edit: Edit) -> Iterator[tuple[Plane, torch.Tensor]]:
@@ -298,7 +329,8 @@ def _rewrite_plane(
         raise RuntimeError("there is no store to read from")
     runtime.store.read(segment.name, plane, view).wait()
     for place, values in members:
-        flat[place.slot.offset : place.slot.end] = values.reshape(-1)
+        first, last = _shard_range(place)
+        flat[first:last] = _piece(place, values)
     transaction.write(segment.name, plane, view).wait()
 
 

@@ -1,10 +1,10 @@
-"""Gradients of one accumulation window, in host memory: one flat plane per segment, allocated when the first one comes.
+"""Gradients of one accumulation window, in host memory: one flat plane per shard, allocated when the first one comes.
 
 With one micro-batch per step a plane has the compute dtype and holds the gradients as they came; with several it is
 fp32 and they are added up. Sums are taken in the order in which the micro-batches ran.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 
 import torch
 
@@ -15,7 +15,7 @@ from .segment import Segment
 
 
 class GradientPlane:
-    """The gradients of one segment.
+    """The gradients of this rank's shard of one segment.
 
     ``arrived`` holds the slots that have one in this window, ``fresh`` those that had one in this backward pass.
     """
@@ -28,6 +28,7 @@ class GradientPlane:
         self.edited = False
         self._block: Block | None = None
         self._flat: torch.Tensor | None = None
+        self._pieces = {index: (first, last) for index, first, last in segment.layout.pieces(segment.rank)}
 
     @property
     def nbytes(self) -> int:
@@ -55,30 +56,46 @@ class GradientPlane:
     def attach(self, block: Block) -> None:
         """Take memory for the plane; the gaps between slots are zeroed so that a run over them changes nothing."""
         self._block = block
-        flat = tensor_over(block, self.dtype, self.segment.layout.numel)
+        flat = tensor_over(block, self.dtype, self.segment.layout.shard_numel)
         end = 0
-        for slot in self.segment.layout.slots:
-            flat[end : slot.offset].zero_()
-            end = slot.end
+        for first, last in self._pieces.values():
+            flat[end:first].zero_()
+            end = last
         flat[end:].zero_()
         self._flat = flat
 
-    def view(self, slot_index: int) -> torch.Tensor:
-        """The gradient of one parameter, in its shape."""
+    def piece(self, slot_index: int) -> torch.Tensor:
+        """This rank's part of one parameter's gradient, 1-d; the whole of it on one rank."""
         if self._flat is None:
             raise RuntimeError(f"{self.segment.name} has no gradient in memory")
-        slot = self.segment.layout.slots[slot_index]
-        return self._flat[slot.offset : slot.end].view(slot.shape)
+        first, last = self._pieces.get(slot_index, (0, 0))
+        return self._flat[first:last]
+
+    def pieces(self) -> Iterator[tuple[int, int]]:
+        """First and past-the-last element of this rank's part of each parameter that has a gradient, in order."""
+        for slot_index, (first, last) in self._pieces.items():
+            if slot_index in self.arrived:
+                yield first, last
 
     def add(self, slot_index: int, gradient: torch.Tensor) -> None:
-        """Copy the first gradient of the window, add every later one."""
-        into = self.view(slot_index)
+        """Copy a parameter's first gradient of the window, add every later one. Only where the shard is the whole."""
+        into = self.piece(slot_index).view(gradient.shape)
         if slot_index in self.arrived:
             into.add_(gradient)
         else:
             into.copy_(gradient)
             self.arrived.add(slot_index)
         self.fresh.add(slot_index)
+
+    def add_shard(self, reduced: torch.Tensor, slots: Set[int]) -> None:
+        """Add the reduced gradients of a whole shard; ``slots`` are those that any rank had a gradient for."""
+        if self._flat is None:
+            raise RuntimeError(f"{self.segment.name} has no gradient in memory")
+        if self.arrived:
+            self._flat.add_(reduced)
+        else:
+            self._flat.copy_(reduced)
+        self.arrived |= slots
 
     def release(self) -> None:
         """Give the memory back and start an empty window."""
@@ -109,10 +126,15 @@ class Gradients:
 
     def add(self, segment: Segment, slot_index: int, gradient: torch.Tensor) -> GradientPlane:
         """Take over one parameter's gradient; raises BudgetError when the host tier cannot hold it."""
+        plane = self.make_present(segment)
+        plane.add(slot_index, gradient)
+        return plane
+
+    def make_present(self, segment: Segment) -> GradientPlane:
+        """The segment's plane, with memory."""
         plane = self.planes[id(segment)]
         if not plane.present:
             plane.attach(self._room(plane))
-        plane.add(slot_index, gradient)
         return plane
 
     def _room(self, plane: GradientPlane) -> Block:

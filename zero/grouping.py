@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+ROOT = "(root)"  # name of the group of everything that is in no other
 LARGE_NUMEL = 1 << 20  # own parameters of a module outside all blocks from which it is a group of its own
 TINY_NUMEL = 1 << 14  # groups below this are joined with their neighbour
 HUGE_NUMEL = 1 << 28  # blocks above this are split along their children
@@ -58,7 +59,7 @@ def find_groups(
     for _, parameter in module.named_parameters():
         owner = owner_of[id(parameter)]
         members.setdefault(owner, []).append((names[id(parameter)], parameter))
-    groups = [GroupSpec(name=owner or "(root)", parameters=tuple(listed)) for owner, listed in members.items()]
+    groups = [GroupSpec(name=owner or ROOT, parameters=tuple(listed)) for owner, listed in members.items()]
     return _join_tiny(groups, tiny_numel)
 
 

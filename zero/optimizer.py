@@ -16,6 +16,7 @@ import torch
 
 from lamina.tiers import GenerationStore, Transaction
 
+from .collectives import Ranks
 from .dtypes import KERNEL_DTYPE
 from .gradients import GradientPlane, Gradients
 from .kernels import AdamHyper, Kernels
@@ -73,6 +74,7 @@ class TieredAdam(torch.optim.Optimizer):
         updater: Updater,
         kernels: Kernels,
         store: GenerationStore | None,
+        ranks: Ranks | None = None,
         clip_norm: float = 0.0,
         retain_gradients: bool = True,
     ) -> None:
@@ -82,6 +84,7 @@ class TieredAdam(torch.optim.Optimizer):
         self._updater = updater
         self._kernels = kernels
         self._store = store
+        self._ranks = ranks or Ranks()
         self._transaction: Transaction | None = None
         self._early: dict[int, _Early] = {}
         self._norms: dict[int, list[float]] = {}
@@ -170,23 +173,21 @@ class TieredAdam(torch.optim.Optimizer):
     def grad_norm(self) -> float:
         """Global norm of the accumulated gradients. Each parameter's sum is taken in blocks of fixed size and all of
         them are added exactly (fsum), so it depends neither on tiers nor on sub-groups nor on the order of groups."""
-        partials: list[float] = []
+        shared: list[float] = []
+        whole: list[float] = []  # of segments that every rank has all of
         for segment in self._segments:
             plane = self._gradients[segment]
             known = self._norms.get(id(segment))
+            partials = shared if segment.layout.world_size > 1 else whole
             partials += known if known is not None and not plane.edited else self._partial_norms(plane)
-        return math.sqrt(math.fsum(partials))
+        return math.sqrt(self._ranks.sum(math.fsum(shared)) + math.fsum(whole))
 
     def _partial_norms(self, plane: GradientPlane) -> list[float]:
-        layout, itemsize = plane.segment.layout, plane.dtype.itemsize
         return [
             self._kernels.squared_norm(
-                layout.slots[index].numel,
-                src=plane.address + layout.slots[index].offset * itemsize,
-                dtype=KERNEL_DTYPE[plane.dtype],
+                last - first, src=plane.address + first * plane.dtype.itemsize, dtype=KERNEL_DTYPE[plane.dtype]
             )
-            for index in sorted(plane.arrived)
-            if layout.slots[index].numel
+            for first, last in plane.pieces()
         ]
 
     def _clip_factor(self, norm: float) -> float:
@@ -277,6 +278,9 @@ class TieredAdam(torch.optim.Optimizer):
             for segment in self._segments:
                 for slot in self._updated.get(id(segment), ()):
                     self.param_steps[id(segment.parameters[slot])] += 1
+            for segment in self._segments:
+                if segment.replicated and segment.layout.world_size > 1 and segment.flat is not None:
+                    self._ranks.all_gather(segment.flat)
         transaction, self._transaction = self._transaction, None
         if transaction is not None:
             if commit:

@@ -96,7 +96,7 @@ class ZeroState:
         module: nn.Module,
         groups: Sequence[ParamGroup],
         executor: Executor,
-        take_gradient: Callable[[Segment, int, torch.Tensor], None],
+        take_gradient: Callable[[Segment, int, torch.Tensor], None] | None,
         *,
         bound: dict[int, Segment],
         watch_in_place: bool,
@@ -186,6 +186,8 @@ class ZeroState:
     # -- gradients ---------------------------------------------------------------------------------------------------
 
     def _hook_gradients(self) -> None:
+        if self._take_gradient is None:
+            return
         for group in self.groups:
             for segment in group.segments:
                 if not segment.trainable:
@@ -200,7 +202,7 @@ class ZeroState:
     def _gradient_hook(self, segment: Segment, index: int) -> Callable[[torch.Tensor], None]:
         def take(parameter: torch.Tensor) -> None:
             gradient, parameter.grad = parameter.grad, None
-            if gradient is not None:
+            if gradient is not None and self._take_gradient is not None:
                 self._take_gradient(segment, index, gradient)
 
         return take

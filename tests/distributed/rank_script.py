@@ -1,0 +1,93 @@
+"""Run by torchrun: trains the small model in several placements and compares, on rank 0 as JSON on the last line."""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+from torch import distributed as dist
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
+from small_model import batch, build, on_nvme, settings
+
+from lamina.engine import initialize
+from lamina.zero import get_full
+
+ODD = {"width": 13, "hidden": 29, "blocks": 3, "vocab": 101}
+STEPS = 3
+
+
+def placements(folder: str) -> dict[str, dict]:
+    return {
+        "stage 0": {"zero_optimization": {"stage": 0}},
+        "stage 1": {"zero_optimization": {"stage": 1}},
+        "stage 2": {"zero_optimization": {"stage": 2}},
+        "stage 2, optimizer on nvme": on_nvme(folder, optimizer="nvme")
+        | {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme"}}},
+        "stage 3": {},
+        "stage 3, host": {
+            "zero_optimization": {
+                "stage": 3,
+                "offload_param": {"device": "cpu"},
+                "offload_optimizer": {"device": "cpu"},
+            }
+        },
+        "stage 3, nvme": on_nvme(folder),
+    }
+
+
+def train(config: dict, accumulation: int, shape: dict) -> tuple[list[torch.Tensor], float]:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    model = build(**shape)
+    with initialize(model, config=config)[0] as engine:
+        for index in range(STEPS * accumulation):
+            engine.backward(engine(*batch(index * world_size + rank, model.vocab)))
+            engine.step()
+        return [get_full(parameter, "master") for parameter in model.parameters()], engine.get_global_grad_norm()
+
+
+def reference(accumulation: int, shape: dict) -> list[torch.Tensor]:
+    """All ranks' micro-batches in one process, plain PyTorch."""
+    world_size = dist.get_world_size()
+    model = build(**shape)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1, fused=True)
+    for step in range(STEPS):
+        for micro in range(accumulation * world_size):
+            loss = model(*batch(step * accumulation * world_size + micro, model.vocab))
+            (loss / (accumulation * world_size)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+def main(folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    results = []
+    for accumulation in (1, 2):
+        for shape in ({}, ODD):
+            wanted = reference(accumulation, shape)
+            first: list[torch.Tensor] | None = None
+            for name, changes in placements(folder).items():
+                config = settings(gradient_accumulation_steps=accumulation, **changes)
+                found, norm = train(config, accumulation, shape)
+                first = first or found
+                results.append(
+                    {
+                        "placement": name,
+                        "accumulation": accumulation,
+                        "odd": bool(shape),
+                        "error": max(
+                            ((a - b).abs() / (b.abs() + 1e-3)).max().item() for a, b in zip(found, wanted, strict=True)
+                        ),
+                        "same_bits": all(torch.equal(a, b) for a, b in zip(found, first, strict=True)),
+                        "norm": norm,
+                    }
+                )
+    if dist.get_rank() == 0:
+        print(json.dumps(results), flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,180 @@
+"""Collectives between the ranks that share a model's state; with one rank they cost nothing.
+
+Gathers and reductions have process groups of their own: gathers are waited for in the order of use, reductions run
+beside them in a fixed order, and a rank that is late with one never blocks the other.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+from torch import distributed as dist
+
+DEFAULT_TIMEOUT = timedelta(minutes=10)
+
+
+class Work(Protocol):
+    """A collective under way."""
+
+    def wait(self) -> Any: ...
+
+
+class _Done:
+    def wait(self) -> None:
+        return None
+
+
+@dataclass(kw_only=True)
+class Ranks:
+    """This rank's view of the others. ``seconds`` counts the time that was waited for collectives."""
+
+    rank: int = 0
+    world_size: int = 1
+    gather_group: Any = None
+    reduce_group: Any = None
+    reduce_scatter_works: bool = True
+    seconds: float = 0.0
+    bytes_sent: int = 0
+
+    @classmethod
+    def of_process(cls, timeout: timedelta = DEFAULT_TIMEOUT) -> "Ranks":
+        """The ranks of torch.distributed's default group, or a single one when it is not initialised."""
+        if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+            return cls()
+        ranks = cls(
+            rank=dist.get_rank(),
+            world_size=dist.get_world_size(),
+            gather_group=dist.new_group(timeout=timeout),
+            reduce_group=dist.new_group(timeout=timeout),
+        )
+        ranks.reduce_scatter_works = ranks._probe_reduce_scatter()
+        return ranks
+
+    def take_seconds(self) -> float:
+        """Seconds waited for collectives since this was last asked."""
+        taken, self.seconds = self.seconds, 0.0
+        return taken
+
+    def close(self) -> None:
+        """Give the process groups back."""
+        for group in (self.gather_group, self.reduce_group):
+            if group is not None:
+                dist.destroy_process_group(group)
+        self.gather_group = self.reduce_group = None
+
+    # -- parameters --------------------------------------------------------------------------------------------------
+
+    def all_gather(self, flat: torch.Tensor) -> None:
+        """Fill ``flat`` (1-d) from all ranks; this rank's equal part of it is already in place."""
+        if self.world_size == 1 or flat.numel() == 0:
+            return
+        began = time.perf_counter()
+        part = flat.numel() // self.world_size
+        mine = flat[self.rank * part : (self.rank + 1) * part]
+        dist.all_gather_into_tensor(flat, mine, group=self.gather_group)
+        self._account(began, mine)
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """Rank 0's values for everybody."""
+        if self.world_size > 1 and tensor.numel():
+            began = time.perf_counter()
+            dist.broadcast(tensor, 0, group=self.gather_group)
+            self._account(began, tensor)
+
+    # -- gradients ---------------------------------------------------------------------------------------------------
+
+    def start_reduce_scatter(self, flat: torch.Tensor, shard: torch.Tensor) -> Work:
+        """Begin to sum ``flat`` over the ranks; after ``wait`` this rank's part of the sum is in ``shard``."""
+        if self.world_size == 1:
+            shard.copy_(flat)
+            return _Done()
+        self.bytes_sent += flat.numel() * flat.element_size()
+        if self.reduce_scatter_works:
+            work: Work = dist.reduce_scatter_tensor(shard, flat, group=self.reduce_group, async_op=True)
+            return work
+        return _SliceOfSum(dist.all_reduce(flat, group=self.reduce_group, async_op=True), flat, shard, self)
+
+    def start_all_reduce(self, flat: torch.Tensor) -> Work:
+        """Begin to sum ``flat`` over the ranks, in place."""
+        if self.world_size == 1:
+            return _Done()
+        self.bytes_sent += flat.numel() * flat.element_size()
+        work: Work = dist.all_reduce(flat, group=self.reduce_group, async_op=True)
+        return work
+
+    def sum_bits(self, tensor: torch.Tensor) -> None:
+        """Put together, in place, a tensor of which every rank has filled other elements and left the rest zero."""
+        if self.world_size > 1 and tensor.numel():
+            began = time.perf_counter()
+            dist.all_reduce(tensor.view(torch.uint8), group=self.gather_group)  # as bytes: keeps -0.0 and NaN
+            self._account(began, tensor)
+
+    def wait(self, work: Work) -> None:
+        began = time.perf_counter()
+        work.wait()
+        self.seconds += time.perf_counter() - began
+
+    # -- small things --------------------------------------------------------------------------------------------------
+
+    def sum(self, value: float) -> float:
+        """Sum of a number over the ranks, in double precision and the same on all of them."""
+        if self.world_size == 1:
+            return value
+        return sum(self._gather_numbers([value]))
+
+    def union(self, flags: Sequence[bool]) -> list[bool]:
+        """Element-wise or over the ranks."""
+        if self.world_size == 1 or not flags:
+            return list(flags)
+        began = time.perf_counter()
+        mask = torch.tensor(flags, dtype=torch.uint8)
+        dist.all_reduce(mask, op=dist.ReduceOp.MAX, group=self.reduce_group)
+        self._account(began, mask)
+        return [bool(flag) for flag in mask.tolist()]
+
+    def require_same(self, what: str, value: str) -> None:
+        """Raises RuntimeError on every rank, with both values, when the ranks do not agree."""
+        if self.world_size == 1:
+            return
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value, group=self.gather_group)
+        if len(set(values)) > 1:
+            listed = ", ".join(f"rank {rank}: {found}" for rank, found in enumerate(values))
+            raise RuntimeError(f"{what} differs between ranks: {listed}. All ranks must make the same calls")
+
+    def _gather_numbers(self, numbers: Sequence[float]) -> list[float]:
+        began = time.perf_counter()
+        mine = torch.tensor(list(numbers), dtype=torch.float64)
+        everyone = torch.empty(self.world_size * len(numbers), dtype=torch.float64)
+        dist.all_gather_into_tensor(everyone, mine, group=self.reduce_group)
+        self._account(began, mine)
+        return [float(number) for number in everyone.tolist()]
+
+    def _account(self, began: float, sent: torch.Tensor) -> None:
+        self.seconds += time.perf_counter() - began
+        self.bytes_sent += sent.numel() * sent.element_size()
+
+    def _probe_reduce_scatter(self) -> bool:
+        """Some gloo builds have no reduce-scatter: then everybody takes its slice of an all-reduce."""
+        flat, shard = torch.ones(self.world_size), torch.zeros(1)
+        try:
+            dist.reduce_scatter_tensor(shard, flat, group=self.reduce_group)
+        except (RuntimeError, NotImplementedError):
+            return False
+        return shard.item() == self.world_size
+
+
+@dataclass(frozen=True)
+class _SliceOfSum:
+    work: Work
+    flat: torch.Tensor
+    shard: torch.Tensor
+    ranks: Ranks
+
+    def wait(self) -> None:
+        self.work.wait()
+        begin = self.ranks.rank * self.shard.numel()
+        self.shard.copy_(self.flat[begin : begin + self.shard.numel()])

@@ -1,0 +1,37 @@
+"""What the engine tells this layer, decided from its config."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+from lamina.aio_native import AsyncIO
+from lamina.tiers import Budgets, NvmePath, Wishes
+
+from .optimizer import AdamDefaults
+
+
+@dataclass(frozen=True, kw_only=True)
+class ZeroOptions:
+    """Choices for one module on one rank. Bytes are limits of this rank; None means as much as is needed.
+
+    ``stage``: 0 keeps everything on every rank, 1 and 2 share out the optimizer state, 3 the parameters too.
+    """
+
+    stage: int = 3
+    compute_dtype: torch.dtype | None = None  # None: leave the model's own dtypes
+    grad_dtype: torch.dtype | None = None  # None: the compute dtype
+    trains: bool = True  # False: forward only, nothing but the parameters is kept
+    budgets: Budgets = field(default_factory=Budgets)
+    wishes: Wishes = field(default_factory=Wishes)
+    nvme: Sequence[NvmePath] = ()
+    job: str = "default"
+    generations: int = 2
+    verify: Literal["always", "resume", "off"] = "resume"
+    keep_state: bool = False
+    lookahead: int = 64
+    clip_norm: float = 0.0
+    adam: AdamDefaults = field(default_factory=AdamDefaults)
+    num_threads: int | None = None
+    open_io: Callable[[], AsyncIO] = AsyncIO

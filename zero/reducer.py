@@ -1,0 +1,162 @@
+"""Brings the gradients of all ranks together: one bucket per segment, summed while the backward pass goes on.
+
+Every rank starts its reductions in one fixed order (the segments from last to first), so that they always meet the right
+partners, whatever order the gradients come in and whichever parameters a rank did not use.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from lamina.tiers import Block
+
+from .collectives import Ranks, Work
+from .gradients import Gradients
+from .memory import tensor_over
+from .segment import Segment
+
+BUCKETS_UNDER_WAY = 2  # what the placement has room for besides the one being filled
+
+
+@dataclass(kw_only=True, eq=False)
+class _Bucket:
+    """All of a segment's gradients of one micro-batch, and the sum's way to this rank's shard."""
+
+    segment: Segment
+    block: Block
+    flat: torch.Tensor
+    arrived: set[int] = field(default_factory=set)
+    shard: torch.Tensor | None = None
+    work: Work | None = None
+
+    @property
+    def complete(self) -> bool:
+        return len(self.arrived) == len(self.segment.parameters)
+
+
+class Reducer:
+    """Used with several ranks only. ``make_room`` gives memory of the device tier for a bucket (bytes, owner)."""
+
+    def __init__(
+        self,
+        segments: Sequence[Segment],
+        gradients: Gradients,
+        ranks: Ranks,
+        make_room: Callable[[int, str], Block],
+    ) -> None:
+        self._order = [segment for segment in reversed(segments) if segment.trainable]
+        self._gradients = gradients
+        self._ranks = ranks
+        self._make_room = make_room
+        self._open: dict[int, _Bucket] = {}
+        self._started: list[_Bucket] = []
+        self._spare: list[Block] = []
+        self._next = 0
+        self._used: dict[int, set[int]] = {}
+
+    def begin_backward(self) -> None:
+        self._next = 0
+
+    def add(self, segment: Segment, slot_index: int, gradient: torch.Tensor) -> None:
+        """Put one parameter's gradient into its bucket; start every reduction whose turn it is."""
+        bucket = self._open.get(id(segment))
+        if bucket is None:
+            bucket = self._open[id(segment)] = self._new_bucket(segment)
+        slot = segment.layout.slots[slot_index]
+        into = bucket.flat[slot.offset : slot.end].view(slot.shape)
+        if slot_index in bucket.arrived:
+            into.add_(gradient)
+        else:
+            into.copy_(gradient)
+            bucket.arrived.add(slot_index)
+        if bucket.complete:
+            self._start_ready()
+
+    def end_backward(self) -> None:
+        """Reduce what is left, parameters that this rank did not use as zeros, and wait for all of it."""
+        while self._next < len(self._order):
+            segment = self._order[self._next]
+            bucket = self._open.pop(id(segment)) if id(segment) in self._open else self._new_bucket(segment)
+            self._start(bucket)
+        while self._started:
+            self._finish_oldest()
+
+    def agree_on_used(self) -> None:
+        """At the end of a window: a parameter has a gradient when any rank had one. Collective."""
+        flags = [
+            index in self._used.get(id(segment), ())
+            for segment in self._order
+            for index in range(len(segment.parameters))
+        ]
+        agreed = iter(self._ranks.union(flags))
+        for segment in self._order:
+            used = {index for index in range(len(segment.parameters)) if next(agreed)}
+            plane = self._gradients[segment]
+            plane.arrived = used if plane.present else set()
+            if not used:
+                plane.release()
+        self._used.clear()
+
+    def drop(self) -> None:
+        """Forget what a failed backward pass has left."""
+        self._spare += [bucket.block for bucket in (*self._open.values(), *self._started)]
+        self._open.clear()
+        self._started.clear()
+        self._used.clear()
+
+    # -- mechanism -----------------------------------------------------------------------------------------------------
+
+    def _new_bucket(self, segment: Segment) -> _Bucket:
+        owner = f"gradient bucket of {segment.name}"
+        while len(self._started) >= BUCKETS_UNDER_WAY:
+            self._finish_oldest()
+        block = self._take_block(segment.nbytes, owner)
+        return _Bucket(
+            segment=segment, block=block, flat=tensor_over(block, segment.dtype, segment.layout.numel).zero_()
+        )
+
+    def _take_block(self, nbytes: int, owner: str) -> Block:
+        """The smallest spare block that is large enough, else a new one in place of the spare ones.
+
+        Blocks are kept rather than given back: a collective's work object may hold its tensors a little longer than the
+        collective takes, so that the memory would come back late.
+        """
+        fitting = [block for block in self._spare if block.nbytes >= nbytes]
+        if fitting:
+            best = min(fitting, key=lambda block: block.nbytes)
+            self._spare.remove(best)
+            return best
+        for block in self._spare:
+            block.free()
+        self._spare.clear()
+        return self._make_room(nbytes, owner)
+
+    def _start_ready(self) -> None:
+        while self._next < len(self._order):
+            bucket = self._open.get(id(self._order[self._next]))
+            if bucket is None or not bucket.complete:
+                return
+            self._start(self._open.pop(id(bucket.segment)))
+
+    def _start(self, bucket: _Bucket) -> None:
+        segment = bucket.segment
+        self._used.setdefault(id(segment), set()).update(bucket.arrived)
+        if segment.layout.world_size == 1:  # every rank keeps all of it
+            bucket.shard = bucket.flat
+            bucket.work = self._ranks.start_all_reduce(bucket.flat)
+        else:
+            bucket.shard = torch.empty(segment.layout.shard_numel, dtype=segment.dtype)
+            bucket.work = self._ranks.start_reduce_scatter(bucket.flat, bucket.shard)
+        self._started.append(bucket)
+        self._next += 1
+
+    def _finish_oldest(self) -> None:
+        bucket = self._started.pop(0)
+        if bucket.work is None or bucket.shard is None:
+            raise RuntimeError(f"the reduction of {bucket.segment.name} was not started")
+        self._ranks.wait(bucket.work)
+        bucket.shard.div_(self._ranks.world_size)
+        plane = self._gradients.make_present(bucket.segment)
+        plane.add_shard(bucket.shard, set(range(len(bucket.segment.parameters))))
+        self._spare.append(bucket.block)

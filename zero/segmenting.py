@@ -1,0 +1,74 @@
+"""From group specs to groups of segments: one segment per dtype, trained and frozen parameters apart."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from .collectives import Ranks
+from .dtypes import STATE_PLANES
+from .grouping import ROOT, GroupSpec
+from .param_group import ParamGroup
+from .partition import FlatLayout
+from .segment import Segment
+
+
+def make_groups(
+    specs: Sequence[GroupSpec], *, compute_dtype: torch.dtype | None, trains: bool, stage: int, ranks: Ranks
+) -> list[ParamGroup]:
+    """Raises TypeError, naming them, for parameters whose dtype cannot be trained."""
+    if trains:
+        _refuse_unsupported(specs)
+    groups = []
+    for index, spec in enumerate(specs):
+        kinds: dict[tuple[torch.dtype, bool], list[tuple[str, nn.Parameter]]] = {}
+        for name, parameter in spec.parameters:
+            dtype = compute_dtype if compute_dtype and parameter.is_floating_point() else parameter.dtype
+            kinds.setdefault((dtype, parameter.requires_grad and trains), []).append((name, parameter))
+        segments = [
+            _segment(spec, index, dtype, trainable, members, alone=len(kinds) == 1, stage=stage, ranks=ranks)
+            for (dtype, trainable), members in kinds.items()
+        ]
+        groups.append(ParamGroup(name=spec.name, index=index, segments=segments, ranks=ranks))
+    return groups
+
+
+def _segment(
+    spec: GroupSpec,
+    group: int,
+    dtype: torch.dtype,
+    trainable: bool,
+    members: Sequence[tuple[str, nn.Parameter]],
+    *,
+    alone: bool,
+    stage: int,
+    ranks: Ranks,
+) -> Segment:
+    kind = "" if alone else f" [{str(dtype).removeprefix('torch.')}{'' if trainable else ', frozen'}]"
+    # Stage 0 shares nothing out: every rank keeps a layout of its own.
+    world_size = 1 if stage == 0 else ranks.world_size
+    return Segment(
+        name=f"{spec.name}{kind}",
+        group=group,
+        layout=FlatLayout.of([(name, tuple(parameter.shape)) for name, parameter in members], world_size),
+        parameters=[parameter for _, parameter in members],
+        dtype=dtype,
+        trainable=trainable,
+        rank=0 if stage == 0 else ranks.rank,
+        block=spec.name != ROOT,
+        replicated=stage < 3 or ranks.world_size == 1,
+    )
+
+
+def _refuse_unsupported(specs: Sequence[GroupSpec]) -> None:
+    bad = [
+        f"{name} is {str(parameter.dtype).removeprefix('torch.')}"
+        for spec in specs
+        for name, parameter in spec.parameters
+        if parameter.requires_grad and parameter.dtype not in STATE_PLANES
+    ]
+    if bad:
+        raise TypeError(
+            f"parameters of these dtypes cannot be trained: {', '.join(bad)}. "
+            f"Wanted: float32, bfloat16 or float16 (split a complex parameter into its real and imaginary part)"
+        )
