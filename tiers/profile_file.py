@@ -31,10 +31,17 @@ MAX_BYTES = 1 << 20
 
 
 def cache_folder() -> Path:
-    """lamina's folder in the user's cache: $XDG_CACHE_HOME/lamina, or ~/.cache/lamina."""
+    """lamina's folder in the user's cache: $XDG_CACHE_HOME/lamina, or ~/.cache/lamina.
+
+    Raises ProfileError when the user has no home folder.
+    """
     base = os.environ.get("XDG_CACHE_HOME", "")
-    # The specification of the variable says that a relative path is to be ignored.
-    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "lamina"
+    if os.path.isabs(base):  # the variable's specification says that a relative path is to be ignored
+        return Path(base) / "lamina"
+    try:
+        return Path.home() / ".cache" / "lamina"
+    except RuntimeError as error:
+        raise ProfileError("user without a home folder: set XDG_CACHE_HOME, or name the profile's file") from error
 
 
 def profile_path(identities: Sequence[DeviceIdentity], *, folder: Path | None = None) -> Path:
