@@ -44,6 +44,11 @@ class GradientPlane:
         return len(self.fresh) == len(self.segment.parameters)
 
     @property
+    def flat(self) -> torch.Tensor | None:
+        """The whole plane, gaps included, while it has memory; not a copy."""
+        return self._flat
+
+    @property
     def present(self) -> bool:
         return self._flat is not None
 

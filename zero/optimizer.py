@@ -55,6 +55,7 @@ class StepOutcome:
     redone: int  # segments whose early update was dropped and done again
     update_s: float = 0.0
     commit_s: float = 0.0
+    skipped: bool = False  # the gradient was not finite and nothing was changed
 
 
 class TieredAdam(torch.optim.Optimizer):
@@ -131,11 +132,18 @@ class TieredAdam(torch.optim.Optimizer):
         self.finish(step=max(self.param_steps.values(), default=0) + 1)
 
     @torch.no_grad()
-    def finish(self, *, step: int, grad_scale: float = 1.0) -> None:
+    def finish(self, *, step: int, grad_scale: float = 1.0, skip_nonfinite: bool = False) -> None:
         """Update everything that has a gradient and commit it as training step ``step``; ``grad_scale`` divides the
-        gradients (loss scaling). When it raises, the last committed generation is still the current one."""
+        gradients (loss scaling). When it raises, the last committed generation is still the current one.
+
+        ``skip_nonfinite``: when a gradient is infinite or NaN (its norm tells, without another pass), drop the window and
+        change nothing; every rank decides alike. Updates must not have been started early then."""
         began = time.perf_counter()
         norm = self.grad_norm() / grad_scale
+        if skip_nonfinite and not math.isfinite(norm):
+            self.discard()
+            self.outcome = StepOutcome(grad_norm=norm, grad_multiplier=1.0, redone=0, skipped=True)
+            return
         multiplier = self._clip_factor(norm) / grad_scale
         try:
             redone = self._update_all(multiplier)
