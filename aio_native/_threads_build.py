@@ -8,7 +8,19 @@ from pathlib import Path
 from cffi import FFI
 
 HEADERS = ("engine.h", "file.h", "transfer.h", "stats.h", "probe.h", "crc32c.h")
-NOUNS = ("engine", "file", "transfer", "stats", "schedule", "piece", "bounce", "thread_driver", "probe", "crc32c")
+NOUNS = (
+    "engine",
+    "file",
+    "transfer",
+    "stats",
+    "schedule",
+    "piece",
+    "bounce",
+    "pool",
+    "thread_driver",
+    "probe",
+    "crc32c",
+)
 FLAGS = ["-std=gnu11", "-D_GNU_SOURCE", "-O2", "-Wall", "-Wextra", "-fvisibility=hidden", "-pthread"]
 
 

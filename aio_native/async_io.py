@@ -29,6 +29,7 @@ PAGE = 4096
 DEFAULT_THREADS = 8
 DEFAULT_INLINE_BYTES = 64 << 10
 BOUNCE_BYTES = 16 << 20
+BOUNCE_BLOCK_BYTES = 512 << 10
 
 
 class AsyncIO:
@@ -42,7 +43,7 @@ class AsyncIO:
     queue_depth: pieces in flight at most.
     max_inflight_bytes: limit for each device (default: queue_depth × block_bytes). A request that comes late waits for
         what is in flight, so a lower limit means a faster answer to urgent reads while write-backs run.
-    num_threads: workers of the threads backend at most.
+    num_threads: workers of the threads backend at most, or threads that copy for unaligned requests under uring.
     inline_bytes: a thread that waits for a lone request of at most this size carries it out itself if it has not started.
     bounce_bytes: memory, taken when first used, for requests that are not aligned.
     registered: use registered buffers and files where the kernel grants them.
@@ -68,11 +69,13 @@ class AsyncIO:
         _check("inline_bytes", inline_bytes, 0, 1 << 30)
         limit = queue_depth * block_bytes if max_inflight_bytes is None else max_inflight_bytes
         _check("max_inflight_bytes", limit, 1, 1 << 62)
+        bounce_block = min(block_bytes, BOUNCE_BLOCK_BYTES)
         self.config = EngineConfig(
             queue_depth=queue_depth,
             num_threads=num_threads,
             inline_bytes=inline_bytes,
-            bounce_blocks=max(2, min(queue_depth, bounce_bytes // block_bytes)),
+            bounce_blocks=max(2, min(queue_depth, bounce_bytes // bounce_block)),
+            bounce_block_bytes=bounce_block,
             use_fixed=registered,
             block_bytes=block_bytes,
             max_inflight_bytes=limit,

@@ -19,6 +19,7 @@ class EngineConfig:
     num_threads: int
     inline_bytes: int
     bounce_blocks: int
+    bounce_block_bytes: int
     use_fixed: bool
     block_bytes: int
     max_inflight_bytes: int
@@ -41,6 +42,7 @@ def _start(native: Native, config: EngineConfig) -> tuple[Any, int]:
     settings.num_threads = config.num_threads
     settings.inline_bytes = config.inline_bytes
     settings.bounce_blocks = config.bounce_blocks
+    settings.bounce_block_bytes = config.bounce_block_bytes
     settings.use_fixed = config.use_fixed
     settings.block_bytes = config.block_bytes
     settings.max_inflight_bytes = config.max_inflight_bytes

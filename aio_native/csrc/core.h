@@ -19,9 +19,10 @@ struct lamina_engine {
     int closing;
     uint64_t sequence;
     struct device *devices;
-    struct device *turn; /* where the next search for work begins */
-    struct file **files; /* by slot */
-    uint32_t num_files;  /* slots */
+    uint32_t num_queued[NUM_CLASSES]; /* requests in the devices' queues */
+    struct device *turn;              /* where the next search for work begins */
+    struct file **files;              /* by slot */
+    uint32_t num_files;               /* slots */
     uint32_t file_generation;
     struct lamina_transfer *unfinished;
     struct piece *pieces;

@@ -23,7 +23,9 @@ static int check_config(const struct lamina_config *c) {
         return -ENOSYS;
     if (!c->queue_depth || c->queue_depth > 4096 || !c->num_threads || !c->bounce_blocks)
         return -EINVAL;
-    return !c->block_bytes || c->block_bytes % page || c->block_bytes > (uint64_t)1 << 30 ? -EINVAL : 0;
+    if (!c->bounce_block_bytes || c->bounce_block_bytes % page || c->bounce_block_bytes > c->block_bytes)
+        return -EINVAL;
+    return c->block_bytes % page || c->block_bytes > (uint64_t)1 << 30 ? -EINVAL : 0;
 }
 
 static void discard(struct lamina_engine *e) {
@@ -51,7 +53,7 @@ static int build(struct lamina_engine *e, const struct lamina_config *config) {
     for (uint32_t i = 0; i < config->queue_depth; i++)
         e->pieces[i].next = i + 1 < config->queue_depth ? &e->pieces[i + 1] : NULL;
     e->free_pieces = e->pieces;
-    int rc = bounce_init(&e->bounce, config->block_bytes, config->bounce_blocks);
+    int rc = bounce_init(&e->bounce, config->bounce_block_bytes, config->bounce_blocks);
     return rc ? rc : e->driver->start(e, &e->config);
 }
 

@@ -15,12 +15,13 @@ struct lamina_engine;
 struct lamina_config {
     int driver;             /* enum lamina_driver */
     uint32_t queue_depth;   /* pieces in flight at most */
-    uint32_t num_threads;   /* workers of the threads driver at most */
+    uint32_t num_threads;   /* workers of the threads driver, or copying helpers of the ring, at most */
     uint32_t inline_bytes;  /* a lone request up to this many bytes is done by the thread that waits for it */
     uint32_t bounce_blocks; /* blocks of bounce memory, each of block_bytes */
     uint32_t use_fixed;     /* registered buffers and files where the driver has them */
     uint64_t block_bytes;   /* a request is split into pieces of at most this many bytes */
     uint64_t max_inflight_bytes; /* per device */
+    uint64_t bounce_block_bytes; /* pieces that need bounce memory are at most this long; up to block_bytes */
 };
 
 /* What the driver found at run time. */

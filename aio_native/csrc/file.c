@@ -76,7 +76,8 @@ static int64_t add(struct lamina_engine *e, const struct lamina_file_spec *spec)
 
 int64_t lamina_file_add(struct lamina_engine *e, const struct lamina_file_spec *spec) {
     if (spec->fd < 0 || (spec->direct && (!spec->offset_align || !spec->memory_align ||
-                                          e->config.block_bytes % spec->offset_align)))
+                                          e->config.block_bytes % spec->offset_align ||
+                                          e->config.bounce_block_bytes % spec->offset_align)))
         return -EINVAL;
     pthread_mutex_lock(&e->lock);
     int64_t number = add(e, spec);

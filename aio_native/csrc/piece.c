@@ -27,13 +27,14 @@ static void cut_plain(struct piece *p, uint64_t nbytes) {
     p->span_offset = p->user_offset;
 }
 
-static void cut_read(struct piece *p, struct request *r, uint64_t left, uint64_t block_bytes) {
+static void cut_read(struct piece *p, struct request *r, uint64_t left, uint64_t block_bytes,
+                     uint64_t bounce_bytes) {
     uint64_t align = r->file->spec.offset_align, skew = p->user_offset % align;
     if (!skew && left >= align && memory_fits(r->file, p->user)) {
         cut_plain(p, least(block_bytes, round_down(left, align)));
         return;
     }
-    uint64_t bytes = least(left, block_bytes - skew), to_edge = align - skew;
+    uint64_t bytes = least(left, bounce_bytes - skew), to_edge = align - skew;
     /* Only the head is crooked: bounce it alone, the rest goes straight. */
     if (skew && left > WHOLE_BOUNCE_BYTES && memory_fits(r->file, p->user + to_edge))
         bytes = least(left, to_edge);
@@ -44,7 +45,8 @@ static void cut_read(struct piece *p, struct request *r, uint64_t left, uint64_t
     p->span_bytes = (p->need + align - 1) / align * align;
 }
 
-static void cut_write(struct piece *p, struct request *r, uint64_t left, uint64_t block_bytes) {
+static void cut_write(struct piece *p, struct request *r, uint64_t left, uint64_t block_bytes,
+                      uint64_t bounce_bytes) {
     uint64_t unit = r->file->write_block, skew = p->user_offset % unit;
     if (skew || left < unit) {
         p->kind = PIECE_PARTIAL;
@@ -53,12 +55,12 @@ static void cut_write(struct piece *p, struct request *r, uint64_t left, uint64_
         p->span_bytes = p->need = unit;
         return;
     }
-    cut_plain(p, least(block_bytes, round_down(left, unit)));
-    if (!memory_fits(r->file, p->user))
-        p->kind = PIECE_BOUNCE;
+    int fits = memory_fits(r->file, p->user);
+    cut_plain(p, least(fits ? block_bytes : bounce_bytes, round_down(left, unit)));
+    p->kind = fits ? PIECE_PLAIN : PIECE_BOUNCE;
 }
 
-void piece_cut(struct piece *p, struct request *r, uint64_t block_bytes) {
+void piece_cut(struct piece *p, struct request *r, uint64_t block_bytes, uint64_t bounce_bytes) {
     uint64_t left = r->nbytes - r->cursor;
     *p = (struct piece){.request = r, .fd = r->file->spec.fd, .operation = r->operation};
     p->user = r->address + r->cursor;
@@ -68,9 +70,17 @@ void piece_cut(struct piece *p, struct request *r, uint64_t block_bytes) {
     else if (!r->file->spec.direct)
         cut_plain(p, least(block_bytes, left));
     else if (r->operation == LAMINA_READ)
-        cut_read(p, r, left, block_bytes);
+        cut_read(p, r, left, block_bytes, bounce_bytes);
     else
-        cut_write(p, r, left, block_bytes);
+        cut_write(p, r, left, block_bytes, bounce_bytes);
+}
+
+int piece_needs_copies(const struct request *r) {
+    const struct file *file = r->file;
+    uint64_t unit = r->operation == LAMINA_READ ? file->spec.offset_align : file->write_block;
+    if (!file->spec.direct || r->nbytes <= WHOLE_BOUNCE_BYTES)
+        return 0;
+    return !memory_fits(file, r->address + (unit - r->offset % unit) % unit);
 }
 
 int piece_conflicts(const struct piece *a, const struct piece *b) {

@@ -46,7 +46,11 @@ struct piece {
 
 /* Cuts the next piece off the request (lock held; bounce memory not yet taken). Does not advance the cursor.
  */
-void piece_cut(struct piece *piece, struct request *request, uint64_t block_bytes);
+void piece_cut(struct piece *piece, struct request *request, uint64_t block_bytes,
+               uint64_t bounce_block_bytes);
+
+/* Whether most of the request has to be copied through bounce memory, and that is a lot. */
+int piece_needs_copies(const struct request *request);
 
 /* Whether the two writes may touch the same block with at least one of them rewriting other bytes than its
  * own. */

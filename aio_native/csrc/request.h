@@ -19,6 +19,11 @@ enum request_state {
     REQUEST_DONE,
 };
 
+/* Large requests that need copying are apart: copying is work for several threads, not for the one that owns
+ * a ring. */
+enum request_class { CLASS_PLAIN, CLASS_COPY, NUM_CLASSES };
+#define TAKE_ALL ((1u << CLASS_PLAIN) | (1u << CLASS_COPY))
+
 struct request {
     struct lamina_transfer *transfer;
     struct file *file;
@@ -36,6 +41,7 @@ struct request {
     int dropped; /* start no more pieces */
     enum lamina_operation operation;
     enum request_state state;
+    enum request_class class;
     int priority;
 };
 

@@ -10,6 +10,7 @@
 #include <sys/eventfd.h>
 #include <unistd.h>
 
+#include "pool.h"
 #include "schedule.h"
 
 #define FILE_SLOTS 256
@@ -52,6 +53,8 @@ struct ring {
     uint32_t num_buffers; /* slots in use or once used */
     unsigned char file_used[FILE_SLOTS];
     int bounce_tried;
+    struct pool *helpers; /* they copy: requests of CLASS_COPY are theirs */
+    unsigned wants;       /* what the ring's thread takes; all when no helper is to be had */
 };
 
 static int open_ring(struct ring *r, const struct lamina_config *config) {
@@ -246,7 +249,7 @@ static void start_pieces(struct ring *r) {
     struct piece *batch[REAP_BATCH];
     for (;;) {
         uint32_t count = 0;
-        while (count < REAP_BATCH && (batch[count] = schedule_take(e)))
+        while (count < REAP_BATCH && (batch[count] = schedule_take(e, r->wants)))
             if (batch[count++]
                     ->bounce) /* one copy at a time, so that the device is not kept waiting for all */
                 break;
@@ -257,6 +260,12 @@ static void start_pieces(struct ring *r) {
             prepare_piece(r, batch[i]);
         pthread_mutex_lock(&e->lock);
     }
+}
+
+/* Lock held. */
+static void kick_helpers(struct ring *r) {
+    if (r->engine->num_queued[CLASS_COPY] && pool_kick(r->helpers))
+        r->wants = TAKE_ALL; /* no thread to be had */
 }
 
 /* Handles what has come back, one batch at most; the lock is not held. Returns how many came. */
@@ -288,6 +297,7 @@ static uint32_t reap(struct ring *r) {
         r->wake_sent = 0;
     for (uint32_t k = 0; k < ended; k++)
         schedule_finish(e, finished[k]);
+    kick_helpers(r);
     pthread_mutex_unlock(&e->lock);
     return i;
 }
@@ -355,9 +365,12 @@ static void wake(struct ring *r) {
 }
 
 static void kick(struct lamina_engine *e) {
-    /* With every slot taken the next completion will do. */
-    if (e->num_active < e->config.queue_depth)
-        wake(e->driver_state);
+    struct ring *r = e->driver_state;
+    if (e->num_active == e->config.queue_depth)
+        return; /* every slot is taken: the next completion will do */
+    kick_helpers(r);
+    if (e->num_queued[CLASS_PLAIN] || r->wants == TAKE_ALL)
+        wake(r);
 }
 
 static int run(struct ring *r, struct command *c) {
@@ -388,12 +401,14 @@ static void forget_file(struct lamina_engine *e, struct file *file) {
 
 static void features(struct lamina_engine *e, struct lamina_features *features) {
     *features = ((struct ring *)e->driver_state)->features;
-    features->threads = 1;
+    features->threads = 1 + pool_num_threads(((struct ring *)e->driver_state)->helpers);
 }
 
 static void discard(struct ring *r) {
     if (r->wake_fd >= 0)
         close(r->wake_fd);
+    if (r->helpers)
+        pool_close(r->helpers);
     pthread_cond_destroy(&r->work);
     pthread_cond_destroy(&r->changed);
     free(r);
@@ -417,7 +432,6 @@ static int start_thread(struct ring *r) {
 }
 
 static int start(struct lamina_engine *e, const struct lamina_config *config) {
-    (void)config;
     struct ring *r = calloc(1, sizeof *r);
     if (!r)
         return -ENOMEM;
@@ -425,8 +439,10 @@ static int start(struct lamina_engine *e, const struct lamina_config *config) {
     e->driver_state = r;
     pthread_cond_init(&r->work, NULL); /* neither can fail with default attributes */
     pthread_cond_init(&r->changed, NULL);
+    r->wants = 1u << CLASS_PLAIN;
+    r->helpers = pool_open(e, config->num_threads, 1u << CLASS_COPY);
     r->wake_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
-    int rc = r->wake_fd < 0 ? -errno : start_thread(r);
+    int rc = !r->helpers ? -ENOMEM : r->wake_fd < 0 ? -errno : start_thread(r);
     if (rc)
         discard(r);
     return rc;

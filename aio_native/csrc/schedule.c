@@ -74,7 +74,7 @@ static int needs_bounce(const struct piece *p) {
 static enum start start_piece(struct lamina_engine *e, struct request *r, struct piece *piece) {
     struct device *d = r->file->device;
     struct piece cut;
-    piece_cut(&cut, r, e->config.block_bytes);
+    piece_cut(&cut, r, e->config.block_bytes, e->config.bounce_block_bytes);
     if (d->stats.inflight_bytes && d->stats.inflight_bytes + cut.user_bytes > e->config.max_inflight_bytes)
         return START_FULL;
     for (const struct piece *p = e->active; p; p = p->next)
@@ -93,19 +93,35 @@ static enum start start_piece(struct lamina_engine *e, struct request *r, struct
     return START_OK;
 }
 
+static void enqueue(struct request *r, int in_front) {
+    struct request_queue *queue = &r->file->device->queue[r->priority];
+    if (in_front)
+        queue_prepend(queue, r);
+    else
+        queue_append(queue, r);
+    r->state = REQUEST_QUEUED;
+    r->file->engine->num_queued[r->class]++;
+}
+
 /* Out of the queue: nothing of it is left to start. */
 static void unqueue(struct request *r) {
-    if (r->state == REQUEST_QUEUED)
+    if (r->state == REQUEST_QUEUED) {
         queue_remove(&r->file->device->queue[r->priority], r);
-    else if (r->state == REQUEST_PARKED)
+        r->file->engine->num_queued[r->class]--;
+    } else if (r->state == REQUEST_PARKED) {
         queue_remove(&r->file->parked, r);
+    }
     r->state = REQUEST_TAKEN;
 }
 
 /* NULL when nothing of this queue may start; *full tells that the device has no room. */
-static struct piece *take_from_queue(struct lamina_engine *e, struct request_queue *queue, int *full) {
+static struct piece *take_from_queue(struct lamina_engine *e, struct request_queue *queue, unsigned wants,
+                                     int *full) {
     int looked = 0;
-    for (struct request *r = queue->first; r && looked < LOOK_AHEAD; r = r->next, looked++) {
+    for (struct request *r = queue->first; r && looked < LOOK_AHEAD; r = r->next) {
+        if (!(wants & 1u << r->class))
+            continue;
+        looked++;
         struct piece *piece = e->free_pieces, *rest = piece->next;
         enum start start = start_piece(e, r, piece);
         if (start == START_FULL) {
@@ -123,7 +139,7 @@ static struct piece *take_from_queue(struct lamina_engine *e, struct request_que
     return NULL;
 }
 
-static struct piece *take_from_devices(struct lamina_engine *e, int priority) {
+static struct piece *take_from_devices(struct lamina_engine *e, int priority, unsigned wants) {
     struct device *first = e->turn ? e->turn : e->devices, *d = first;
     if (!d)
         return NULL;
@@ -133,7 +149,7 @@ static struct piece *take_from_devices(struct lamina_engine *e, int priority) {
              urgent++) /* no overtaking while a more urgent one lacks room */
             full |= d->queue[urgent].first &&
                     d->stats.inflight_bytes + e->config.block_bytes > e->config.max_inflight_bytes;
-        struct piece *piece = full ? NULL : take_from_queue(e, &d->queue[priority], &full);
+        struct piece *piece = full ? NULL : take_from_queue(e, &d->queue[priority], wants, &full);
         if (piece) {
             e->turn = d->next; /* devices take turns */
             return piece;
@@ -143,13 +159,17 @@ static struct piece *take_from_devices(struct lamina_engine *e, int priority) {
     return NULL;
 }
 
-struct piece *schedule_take(struct lamina_engine *e) {
+struct piece *schedule_take(struct lamina_engine *e, unsigned wants) {
+    unsigned waiting = (e->num_queued[CLASS_PLAIN] ? 1u << CLASS_PLAIN : 0) |
+                       (e->num_queued[CLASS_COPY] ? 1u << CLASS_COPY : 0);
+    if (!(waiting & wants))
+        return NULL;
     /* The last slots are kept for urgent reads, which else would wait for a piece of a write-back to end. */
     uint32_t depth = e->config.queue_depth, kept = depth >= 4 ? (depth + 7) / 8 : 0;
     for (int priority = 0; priority < NUM_PRIORITIES; priority++) {
         if (e->num_active >= (priority == LAMINA_DEMAND ? depth : depth - kept))
             return NULL;
-        struct piece *piece = take_from_devices(e, priority);
+        struct piece *piece = take_from_devices(e, priority, wants);
         if (piece)
             return piece;
     }
@@ -157,11 +177,7 @@ struct piece *schedule_take(struct lamina_engine *e) {
 }
 
 int schedule_waiting(const struct lamina_engine *e) {
-    for (const struct device *d = e->devices; d; d = d->next)
-        for (int i = 0; i < NUM_PRIORITIES; i++)
-            if (d->queue[i].first)
-                return 1;
-    return 0;
+    return e->num_queued[CLASS_PLAIN] || e->num_queued[CLASS_COPY];
 }
 
 int schedule_take_from(struct lamina_engine *e, struct request *r, struct piece *piece) {
@@ -197,8 +213,7 @@ static void unpark(struct file *f) {
     struct request *r;
     while ((r = f->parked.first) && !(f->first_write && f->first_write->sequence < r->sequence)) {
         queue_remove(&f->parked, r);
-        queue_append(&f->device->queue[r->priority], r);
-        r->state = REQUEST_QUEUED;
+        enqueue(r, 0);
     }
 }
 
@@ -265,8 +280,8 @@ void schedule_add(struct lamina_engine *e, struct request *r) {
     } else if (r->nbytes == 0) {
         request_done(e, r);
     } else {
-        r->state = REQUEST_QUEUED;
-        queue_append(&f->device->queue[r->priority], r);
+        r->class = piece_needs_copies(r) ? CLASS_COPY : CLASS_PLAIN;
+        enqueue(r, 0);
     }
 }
 
@@ -280,8 +295,7 @@ void schedule_claim(struct request *r) {
 }
 
 void schedule_unclaim(struct request *r) {
-    r->state = REQUEST_QUEUED;
-    queue_prepend(&r->file->device->queue[r->priority], r);
+    enqueue(r, 1);
 }
 
 void schedule_finish(struct lamina_engine *e, struct piece *p) {

@@ -3,8 +3,8 @@
 #define LAMINA_SCHEDULE_H
 #include "core.h"
 
-/* Starts the most urgent piece that may start now; NULL if none may. */
-struct piece *schedule_take(struct lamina_engine *engine);
+/* Starts the most urgent piece, of a class in the set `wants`, that may start now; NULL if none may. */
+struct piece *schedule_take(struct lamina_engine *engine, unsigned wants);
 
 /* Whether schedule_take could find something (it may still be held back by a limit). */
 int schedule_waiting(const struct lamina_engine *engine);

@@ -25,7 +25,7 @@ from lamina.aio_native import (
     Write,
 )
 
-SPAN = 60_000
+SPAN = 100_000
 SLOTS = 8
 OFFSETS = st.one_of(st.integers(0, SPAN), st.sampled_from([0, 511, 512, 4095, 4096, 4097, 8192, 20_000]))
 LENGTHS = st.one_of(st.integers(0, SPAN), st.integers(0, 64), st.sampled_from([512, 4096, 4097, 8192, 12_288, 16_384]))

@@ -26,8 +26,8 @@
 #include "transfer.h"
 
 #define NUM_THREADS 4
-#define STRIPE 20011u /* a prime */
-#define NUM_STRIPES 40u
+#define STRIPE 100003u /* a prime */
+#define NUM_STRIPES 16u
 #define SIZE (STRIPE * NUM_STRIPES)
 #define MAX_EXTENTS 4
 
@@ -209,7 +209,8 @@ int main(int argc, char **argv) {
                                    .inline_bytes = 8192,
                                    .bounce_blocks = 4,
                                    .use_fixed = 1,
-                                   .block_bytes = 8192,
+                                   .block_bytes = 12288,
+                                   .bounce_block_bytes = 8192,
                                    .max_inflight_bytes = 40000};
     int error;
     struct lamina_engine *engine = lamina_engine_open(&config, &error);
