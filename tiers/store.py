@@ -14,17 +14,17 @@ generation before still counts.
 import os
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from lamina.aio_native import AsyncIO, Priority
-from lamina.tiers.chunk_sums import ChunkSums
-from lamina.tiers.errors import IntegrityError, SpaceError, StoreError, fault
+from lamina.tiers.errors import StoreError
+from lamina.tiers.generations import Generations
 from lamina.tiers.handle import TransferHandle, as_bytes
 from lamina.tiers.layout import require_same_shards
 from lamina.tiers.lock import FolderLock
-from lamina.tiers.manifest import FrozenRecord, GenerationRecord, Manifest
-from lamina.tiers.opening import Opening, Verify, read_sums, table_crcs
+from lamina.tiers.manifest import GenerationRecord, Manifest
+from lamina.tiers.opening import Opening, Verify
 from lamina.tiers.pin import CopyJob, PinnedGeneration, copy_files, start_pin
 from lamina.tiers.pinned_reader import PinnedReader
 from lamina.tiers.restore import copy_into, link_into
@@ -32,7 +32,7 @@ from lamina.tiers.slot import Slot
 from lamina.tiers.slot_pool import SlotPool
 from lamina.tiers.stream import check_chunks, check_edges
 from lamina.tiers.tier import NvmePath, Plane, ShardSpec
-from lamina.tiers.transaction import Source, Target, Transaction, TransactionState
+from lamina.tiers.transaction import Target, Transaction, TransactionState
 from lamina.tiers.wear import PathWear
 
 
@@ -60,13 +60,10 @@ class GenerationStore:
         self._locks = list(locks)
         self._verify: Verify = verify
         self._lock = threading.RLock()
-        self._committed = list(pool.manifest.committed)
-        self._sums: dict[str, ChunkSums] = {}
+        self._generations = Generations(pool)
         self._transaction: Transaction | None = None
         self._pins: list[PinnedGeneration] = []
-        self._torn = False
         self._closed = False
-        self._frozen_names = frozenset(shard.name for shard in pool.frozen_shards)
 
     @classmethod
     def open(
@@ -99,42 +96,18 @@ class GenerationStore:
         pool, locks = opening.run(chunk_bytes=chunk_bytes, discard_torn=discard_torn)
         store = cls(pool, locks, verify=verify, recovered=opening.notes)
         try:
-            store._load(progress, at_step)
+            store._generations.load(progress, at_step, check=verify != "off")
         except BaseException:
             store.close()
             raise
         return store
 
-    def _load(self, progress: Callable[[int, int], None] | None, at_step: int | None) -> None:
-        check = self._verify != "off"
-        if at_step is not None:
-            kept = [record.step for record in self._committed]
-            if at_step not in kept:
-                raise StoreError(f"no generation of step {at_step} is kept; there is: {kept or 'none'}")
-            self._committed = self._committed[kept.index(at_step) :]
-        if self._committed:
-            record = self._committed[0]
-            slot = self._pool.require_slot(record.slot)
-            title = f"generation {record.id}, step {record.step}"
-            check_it = check or at_step is not None
-            try:
-                sums = read_sums(slot, record.sums_crc, title, check=check_it, progress=progress)
-            except IntegrityError as error:
-                if len(self._committed) > 1:
-                    error.add_hint(f"or try the generation before it: open with at_step={self._committed[1].step}")
-                raise
-            self._sums[record.slot.stem] = sums
-        frozen = self._pool.manifest.frozen
-        if frozen is not None:
-            slot = self._pool.require_slot(frozen.slot)
-            sums = read_sums(slot, frozen.sums_crc, "frozen planes", check=check, progress=progress)
-            self._sums[frozen.slot.stem] = sums
-
     @property
     def current(self) -> GenerationInfo | None:
         """The last committed generation, or None before the first commit."""
         with self._lock:
-            return _info(self._committed[0]) if self._committed else None
+            record = self._generations.current
+            return None if record is None else _info(record)
 
     @property
     def shards(self) -> tuple[ShardSpec, ...]:
@@ -159,10 +132,11 @@ class GenerationStore:
         if view.readonly and len(view):
             raise TypeError(f"{shard}/{plane}: the buffer to read into is read-only")
         with self._lock:
-            slot, sums, title = self._readable(shard)
+            self._require_open()
+            slot, sums, title = self._generations.readable(shard)
             extent = slot.layout.extent(shard, plane)
             parts = slot.read(extent, offset, view, priority)
-            if self._verify != "always" or self._torn:
+            if self._verify != "always" or self._generations.torn:
                 return slot.track(TransferHandle(parts, view))
 
         def check(data: memoryview) -> None:
@@ -170,22 +144,6 @@ class GenerationStore:
             check_edges(slot, sums, extent, offset, data, title)
 
         return slot.track(TransferHandle(parts, view, finish=check))
-
-    def _readable(self, shard: str) -> tuple[Slot, ChunkSums, str]:
-        self._require_open()
-        manifest = self._pool.manifest
-        if shard in self._frozen_names:
-            if manifest.frozen is None:
-                raise StoreError(
-                    f"shard {shard} is frozen and was not written yet: commit a transaction that writes it"
-                )
-            stem, title = manifest.frozen.slot.stem, "frozen planes"
-        else:
-            if not self._committed:
-                raise StoreError(f"nothing was committed yet, so {shard} cannot be read")
-            record = self._committed[0]
-            stem, title = record.slot.stem, f"generation {record.id}, step {record.step}"
-        return self._pool.slots[stem], self._sums[stem], title
 
     def begin(self) -> Transaction:
         """Start the next generation. Raises StoreError when one is open already, SpaceError when a checkpoint
@@ -200,77 +158,28 @@ class GenerationStore:
                 raise StoreError(
                     f"the transaction of generation {self._transaction.id} is still open: commit() or abort() it first"
                 )
-            current = self._committed[0] if self._committed else None
-            source = None
-            if current is not None:
-                title = f"generation {current.id}, step {current.step}"
-                source = Source(
-                    slot=self._pool.slots[current.slot.stem], sums=self._sums[current.slot.stem], title=title
-                )
+            source, current = self._generations.source(), self._generations.current
             self._pool.wear.start_step()
             self._transaction = Transaction(
                 self,
-                self._main_target(source),
-                self._frozen_target(replace_frozen),
+                self._generations.main_target(source),
+                self._generations.frozen_target(replace=replace_frozen),
                 source,
                 generation_id=current.id + 1 if current else 1,
-                frozen_names=self._frozen_names,
+                frozen_names=self._generations.frozen_names,
                 verify=self._verify,
             )
             return self._transaction
 
-    def _frozen_target(self, replace: bool) -> Target | None:
-        if not self._frozen_names or (self._pool.manifest.frozen is not None and not replace):
-            return None
-        if replace and self._pool.manifest.frozen is not None:
-            (slot,) = self._pool.fresh([self._pool.next_frozen_stem()])
-        else:
-            slot = next(slot for slot in self._pool.slots.values() if slot.record.is_frozen)
-        return Target(slot=slot, sums=ChunkSums(slot.layout))
-
-    def _main_target(self, source: Source | None) -> Target:
-        pool = self._pool
-        if pool.manifest.generations == 1 and source is not None and pool.writable(source.slot):
-            source.slot.drain()
-            return Target(slot=source.slot, sums=ChunkSums(source.slot.layout, source.sums.values[:]), in_place=True)
-        age = {record.slot.stem: -record.id for record in self._committed}
-        others = [s for s in pool.slots.values() if not s.record.is_frozen and (source is None or s is not source.slot)]
-        others.sort(key=lambda slot: -age.get(slot.record.stem, 1))
-        slot = others[0] if others else None
-        old_stem = slot.record.stem if slot else ""
-        if slot is not None:
-            slot.drain()
-        if slot is None or not pool.writable(slot):
-            try:
-                (slot,) = pool.fresh([pool.next_stem()], replacing=[slot] if slot else [])
-            except SpaceError as error:
-                raise SpaceError(
-                    f"{error}. A checkpoint shares the files that would be next, so new ones are needed: removing an old "
-                    "checkpoint helps too",
-                    wanted=error.wanted,
-                    free=error.free,
-                ) from error
-        # What is about to be overwritten is no generation any more.
-        self._committed = [record for record in self._committed if record.slot.stem != old_stem]
-        return Target(slot=slot, sums=ChunkSums(slot.layout))
-
     def first_write(self, target: Target) -> None:
         """[Owner] Say on disk that an in-place update has begun, so that a crash is noticed."""
-        if target.in_place:
-            self._pool.save(self._pool.manifest.with_(updating=self._committed[0].id + 1))
-            self._torn = True
+        with self._lock:
+            self._generations.first_write(target)
 
     def replace_slot(self, slot: Slot, stripe: int, error: OSError) -> Slot:
         """[Owner] Files without the path that failed."""
         with self._lock:
-            try:
-                self._pool.blame(error, slot.where[stripe])
-                stem = self._pool.next_frozen_stem() if slot.record.is_frozen else self._pool.next_stem()
-                (new,) = self._pool.fresh([stem])
-            except (OSError, SpaceError) as second:
-                said = "a write" if second is error else f"a write (and no other path could take over: {second})"
-                raise fault(error, said) from second
-            return new
+            return self._generations.replace_slot(slot, stripe, error)
 
     def discard_slot(self, slot: Slot) -> None:
         """[Owner] Remove the files that a transaction has moved away from."""
@@ -280,55 +189,13 @@ class GenerationStore:
     def publish(self, targets: Iterable[Target], step: int, meta: Mapping[str, Any], durable: bool) -> None:
         """[Owner] The atomic commit."""
         with self._lock:
-            manifest = self._pool.manifest
-            frozen = manifest.frozen
-            main: Target | None = None
-            for target in targets:
-                if target.slot.record.is_frozen:
-                    frozen = FrozenRecord(slot=target.slot.record, sums_crc=table_crcs(target.sums), durable=durable)
-                else:
-                    main = target
-            if main is None:
-                raise StoreError("a transaction without files")
-            last = self._committed[0].id if self._committed else 0
-            record = GenerationRecord(
-                id=last + 1,
-                step=step,
-                meta=meta,
-                durable=durable,
-                slot=main.slot.record,
-                sums_crc=table_crcs(main.sums),
-            )
-            older = [old for old in self._committed if old.slot.stem != record.slot.stem]
-            kept = older[: max(0, manifest.generations - 1)]
-            self._pool.save(manifest.with_(committed=(record, *kept), frozen=frozen, updating=None))
-            self._committed = [record, *kept]
-            self._sums = {target.slot.record.stem: target.sums for target in targets} | {
-                stem: sums for stem, sums in self._sums.items() if stem == (frozen.slot.stem if frozen else "")
-            }
-            self._torn = False
-            self._tidy(self._drop_surplus)
+            self._generations.publish(targets, step, meta, durable)
 
     def closed(self, state: TransactionState, targets: Iterable[Target]) -> None:
         """[Owner] A transaction has ended."""
         with self._lock:
             self._transaction = None
-            self._tidy(self._drop_unused_frozen)
-
-    def _tidy(self, work: Callable[[], None]) -> None:
-        """Remove what is not needed any more. That it failed is no failure of what was done before: it is noted."""
-        try:
-            work()
-        except (OSError, StoreError) as error:
-            self._pool.notes.append(f"not removed: {error}")
-
-    def _drop_unused_frozen(self) -> None:
-        frozen = self._pool.manifest.frozen
-        if frozen is not None:
-            slots = self._pool.slots.values()
-            unused = [slot for slot in slots if slot.record.is_frozen and slot.record.stem != frozen.slot.stem]
-            if unused:
-                self._pool.drop(unused)
+            self._generations.tidy(self._generations.drop_unused_frozen)
 
     def pin(self, directory: str) -> PinnedGeneration:
         """Keep the current generation in a directory, as a checkpoint: durable, and never written again.
@@ -340,23 +207,7 @@ class GenerationStore:
         """
         with self._lock:
             self._require_open()
-            if not self._committed:
-                raise StoreError("nothing was committed yet, so there is nothing to pin")
-            manifest = self._pool.manifest
-            record = replace(self._committed[0], durable=True)
-            frozen = manifest.frozen and replace(manifest.frozen, durable=True)
-            stems = [record.slot.stem, *([frozen.slot.stem] if frozen else [])]
-            sources = [(self._pool.slots[stem], self._sums[stem]) for stem in stems]
-            for slot, _ in sources:
-                if (failure := slot.make_durable()) is not None:
-                    raise fault(failure[1], "making a generation durable") from failure[1]
-            pinned_manifest = manifest.with_(
-                committed=(record,),
-                frozen=frozen,
-                slots=tuple(slot.record for slot, _ in sources),
-                retired=(),
-                updating=None,
-            )
+            pinned_manifest, sources = self._generations.pinned()
             directory = os.path.abspath(directory)
             if any(pin.directory == directory and not pin.done() for pin in self._pins):
                 raise FileExistsError(f"{directory}: a checkpoint is being copied there; name another directory")
@@ -398,20 +249,11 @@ class GenerationStore:
                 else:
                     targets = [Target(slot=slot, sums=sums[stem]) for stem, slot in linked.items()]
                     self.publish(targets, pinned.step, pinned.meta, True)
-                    self._tidy(self._drop_unused_frozen)
-            return _info(self._committed[0])
-
-    def _drop_surplus(self) -> None:
-        """Keep as many slots as there are generations, the committed ones first."""
-        pool = self._pool
-        order = [record.slot.stem for record in self._committed]
-        main = [slot for slot in pool.slots.values() if not slot.record.is_frozen]
-        main.sort(key=lambda slot: order.index(slot.record.stem) if slot.record.stem in order else len(order))
-        surplus = main[pool.manifest.generations :]
-        if surplus:
-            gone = {slot.record.stem for slot in surplus}
-            self._committed = [record for record in self._committed if record.slot.stem not in gone]
-            pool.drop(surplus)
+                    self._generations.tidy(self._generations.drop_unused_frozen)
+            record = self._generations.current
+            if record is None:
+                raise StoreError(f"{directory}: nothing was restored")
+            return _info(record)
 
     def wear(self) -> list[PathWear]:
         """Bytes written and read per path, since the opening and in the current step."""
@@ -440,7 +282,7 @@ class GenerationStore:
             raise StoreError(
                 f"{self._pool.doubt}, so it is not known which generation counts: close this store, open it again"
             )
-        if self._torn and self._transaction is None:
+        if self._generations.torn and self._transaction is None:
             raise StoreError(
                 "an in-place update was cut (generations: 1), so the state is a mixture of two steps: "
                 "restore from a checkpoint, and use generations: 2 where there is room"

@@ -27,7 +27,7 @@ def flip(path: Path, offset: int, bit: int = 0) -> None:
 
 def current_file(store: GenerationStore) -> Path:
     """The file of the only stripe of the current generation."""
-    return Path(store._pool.slots[store._committed[0].slot.stem].paths()[0])
+    return Path(store._pool.slots[store._generations.committed[0].slot.stem].paths()[0])
 
 
 @pytest.mark.parametrize(

@@ -275,7 +275,7 @@ def test_an_older_generation_can_be_had_back(tmp_path: Path, open_store: Open) -
         write_all(store, state, step)
     with store.begin() as transaction:
         transaction.write("block1", SHARDS[1].planes[0].plane, bytes(2000))
-    path = Path(store._pool.slots[store._committed[0].slot.stem].paths()[0])
+    path = Path(store._pool.slots[store._generations.committed[0].slot.stem].paths()[0])
     store.close()
     with open(path, "r+b") as file:
         file.write(b"damage")
