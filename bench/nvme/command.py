@@ -56,9 +56,11 @@ def _drawing(options: Options) -> Callable[[Outcome, Path], None] | None:
     if not folder.is_dir():
         raise ValueError(f"--plot {options.plot}: there is no folder {folder}")
     try:
-        from .picture import draw
+        # Here: matplotlib is optional, and takes a second to import.
+        from .picture import check_ending, draw
     except ImportError as error:
         raise ValueError(f"--plot needs matplotlib ({error}): pip install 'lamina[plot]'") from error
+    check_ending(options.plot)
     return draw
 
 

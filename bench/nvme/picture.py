@@ -43,6 +43,15 @@ def draw(outcome: Outcome, file: Path) -> None:
     figure.savefig(file)
 
 
+def check_ending(file: Path) -> None:
+    """Raises ValueError for a kind of picture that cannot be written, before anything is measured."""
+    known = Figure().canvas.get_supported_filetypes()
+    if file.suffix.lstrip(".").lower() not in known:
+        raise ValueError(
+            f"{file}: no picture of this kind can be written; the ending may be {', '.join(sorted(known))}"
+        )
+
+
 def _title(figure: Figure, rows: Sequence[PathOutcome]) -> None:
     names = "; ".join(dict.fromkeys(str(found.identity) for found in rows))
     how = "direct I/O" if all(found.created.direct for found in rows) else "partly through the page cache"

@@ -117,6 +117,13 @@ class Session:
         if self.options.fio:
             self._fio()
         self.found.notes += [note for note in self.bench.notes if note not in self.found.notes]
+        if self.found.page_kind == "small" and self.options.huge_pages is not False:
+            self.found.notes.append(
+                "no huge pages were to be had, which can halve the rates: `lamina doctor` tells why"
+            )
+        if not self.found.created.direct:
+            # The warning about the cache says the same, once.
+            self.found.notes = [note for note in self.found.notes if "through the page cache" not in note]
 
     def _run(self, bench: Bench, trial: Trial, *, span_bytes: int | None = None) -> Measured:
         measured = bench.run(trial, span_bytes=span_bytes)

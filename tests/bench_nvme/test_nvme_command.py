@@ -211,6 +211,7 @@ def test_a_picture_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         (["--size", "64K", "--block-sizes", "256K", "--files", "1", "."], "larger --size, fewer --files or smaller"),
         (["--buffer", "64K", "--block-sizes", "256K", "."], "larger --buffer"),
         (["--plot", "/no/such/folder/p.png", "."], "there is no folder /no/such/folder"),
+        (["--plot", "p.txt", "."], "no picture of this kind"),
     ],
 )
 def test_options_that_do_not_fit_together(
