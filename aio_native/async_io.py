@@ -29,6 +29,7 @@ PAGE = 4096
 DEFAULT_THREADS = 8
 DEFAULT_INLINE_BYTES = 64 << 10
 BOUNCE_BYTES = 16 << 20
+INFLIGHT_BYTES = 8 << 20
 BOUNCE_BLOCK_BYTES = 512 << 10
 
 
@@ -41,8 +42,8 @@ class AsyncIO:
     backend: "uring", "threads", or "auto" for uring with a fall-back (`backend` and `backend_reason` tell).
     block_bytes: requests are split into pieces of at most this size; a multiple of 4096.
     queue_depth: pieces in flight at most.
-    max_inflight_bytes: limit for each device (default: queue_depth × block_bytes). A request that comes late waits for
-        what is in flight, so a lower limit means a faster answer to urgent reads while write-backs run.
+    max_inflight_bytes: limit for each device (default: 8 MiB or two blocks, whichever is more). A request that comes late
+        waits for what is in flight: more keeps no disk busier that answers in a millisecond, and only delays urgent reads.
     num_threads: workers of the threads backend at most, or threads that copy for unaligned requests under uring.
     inline_bytes: a thread that waits for a lone request of at most this size carries it out itself if it has not started.
     bounce_bytes: memory, taken when first used, for requests that are not aligned.
@@ -67,7 +68,7 @@ class AsyncIO:
         _check("queue_depth", queue_depth, 1, 4096)
         _check("num_threads", num_threads, 1, 1024)
         _check("inline_bytes", inline_bytes, 0, 1 << 30)
-        limit = queue_depth * block_bytes if max_inflight_bytes is None else max_inflight_bytes
+        limit = max(INFLIGHT_BYTES, 2 * block_bytes) if max_inflight_bytes is None else max_inflight_bytes
         _check("max_inflight_bytes", limit, 1, 1 << 62)
         bounce_block = min(block_bytes, BOUNCE_BLOCK_BYTES)
         self.config = EngineConfig(

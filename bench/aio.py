@@ -139,6 +139,7 @@ class Lamina:
 
     def run(self, shape: Shape) -> Sample:
         settings: dict[str, Any] = {"block_bytes": shape.block_bytes, "queue_depth": shape.depth}
+        settings["max_inflight_bytes"] = shape.block_bytes * shape.depth  # as many as fio has
         with AsyncIO(backend=self._backend, num_threads=shape.depth, **settings) as io:  # type: ignore[arg-type]
             if self._register:
                 io.register(self._memory)

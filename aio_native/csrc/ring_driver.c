@@ -12,6 +12,7 @@
 
 #include "pool.h"
 #include "schedule.h"
+#include "time_slice.h"
 
 #define FILE_SLOTS 256
 #define BUFFER_SLOTS 256
@@ -339,6 +340,7 @@ static void serve(struct ring *r) {
 static void *ring_thread(void *argument) {
     struct ring *r = argument;
     struct lamina_engine *e = r->engine;
+    time_slice_shorten(); /* the device idles until this thread gets to run */
     int rc = open_ring(r, &e->config), opened = !rc;
     if (!rc)
         rc = check_operations(r);
