@@ -20,7 +20,7 @@ from lamina.bench.generate import generate
 from lamina.bench.gpt import GPT
 from lamina.bench.interrupt import Interrupt
 from lamina.bench.reference import PlainTrainer, train_plain
-from lamina.bench.report import Reporter, process_memory
+from lamina.bench.report import Reporter, format_seconds, process_memory
 from lamina.bench.state_folder import StateFolder
 from lamina.bench.train_args import TrainingRun, parse
 from lamina.bench.train_report import (
@@ -148,6 +148,9 @@ class Demonstration:
         with self.engine(config, trace=trace is not None) as engine:
             outcome.setup_s = time.perf_counter() - began
             outcome.placement = str(engine.plan)
+            self.report.line(f"\n{name}: where its state lies (ready in {format_seconds(outcome.setup_s)})")
+            self.report.line("\n".join(f"  {line}" for line in outcome.placement.splitlines()))
+            self.report.line()
             self._train(engine, outcome, sample=sample, temperature=temperature)
             if trace is not None:
                 engine.write_trace(trace)

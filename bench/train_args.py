@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from lamina.bench.gpt import PRESETS, GPTShape
 from lamina.engine.config import ConfigError
 from lamina.engine.config.quantities import parse_quantity
@@ -90,7 +92,7 @@ def parser() -> argparse.ArgumentParser:
     training.add_argument("--steps", type=_positive, metavar="N", help="optimizer steps")
     training.add_argument("--batch", type=_positive, metavar="N", help="sequences per micro-batch")
     training.add_argument("--accum", type=_positive, metavar="N", help="micro-batches per step (1)")
-    training.add_argument("--dtype", choices=DTYPES, help="compute format (bf16)")
+    training.add_argument("--dtype", choices=DTYPES, help="compute format (bf16; fp32 on a CPU without bf16)")
     training.add_argument("--lr", type=_rate, metavar="X", help="highest learning rate")
     training.add_argument("--clip", type=_rate, metavar="X", help="largest gradient norm (0: no clipping)")
     training.add_argument("--seed", type=_seed, metavar="N", help="seed of weights, data and sample (1)")
@@ -124,7 +126,7 @@ def resolve(given: argparse.Namespace) -> TrainingRun:
     shape = resolve_shape(given)
     custom = given.size is None and (given.layers or given.dim or given.heads)
     defaults = SIZE_DEFAULTS[given.size or "small"]
-    dtype = given.dtype or _dtype_of(file) or "bf16"
+    dtype = given.dtype or _dtype_of(file) or default_dtype()
     steps = given.steps or defaults.steps
     config = _merge(file, _options_config(given, steps=steps, defaults=defaults, file=file, dtype=dtype))
     return TrainingRun(
@@ -261,6 +263,14 @@ def _nvme_path(given: argparse.Namespace, file: Mapping[str, Any]) -> Path | Non
     if named or (isinstance(tiers, Mapping) and tiers.get("nvme")):
         return None
     return Path(os.path.abspath(DEFAULT_NVME_PATH))
+
+
+def default_dtype() -> str:
+    """bf16 where this machine multiplies it in hardware; elsewhere it would be many times slower than fp32."""
+    if torch.cuda.is_available():
+        return "bf16"
+    words = set(Path("/proc/cpuinfo").read_text(errors="replace").split())
+    return "bf16" if words & {"avx512_bf16", "amx_bf16", "bf16"} else "fp32"
 
 
 def _dtype_of(file: Mapping[str, Any]) -> str | None:

@@ -127,30 +127,37 @@ def _budget(value: object) -> str:
 
 
 def print_links(report: Reporter, outcome: Outcome) -> None:
-    """Bytes moved on each link, all steps together."""
+    """Bytes moved on each link: in all, and by a steady step."""
     steps = outcome.metrics
+    steady = steady_steps(steps)
+    seconds = sum(step.step_s for step in steady)
+    in_steady = total_by_key([step.link_bytes for step in steady])
+    stalled = total_by_key([step.stalled_s for step in steady])
     moved = total_by_key([step.link_bytes for step in steps])
-    stalled = total_by_key([step.stalled_s for step in steps])
-    seconds = sum(step.step_s for step in steps)
     rows = [
         (
             link,
             format_bytes(nbytes),
-            format_bytes(nbytes / len(steps)),
-            f"{nbytes / seconds / 1e9:.2f}",
+            format_bytes(in_steady.get(link, 0) / len(steady)),
+            f"{in_steady.get(link, 0) / seconds / 1e9:.2f}",
             f"{stalled.get(link, 0.0) / seconds:.1%}",
         )
         for link, nbytes in moved.items()
     ]
     waits = [(name, "", "", "", f"{value / seconds:.1%}") for name, value in stalled.items() if name not in moved]
-    report.table("links", ("", "moved", "per step", "GB/s over all", "training stalled"), rows + waits)
+    report.table("links", ("", "moved", "per step", "GB/s", "training stalled"), rows + waits)
     report.line(f"written to NVMe since the start: {format_bytes(steps[-1].nvme_written_bytes)}")
     report.line()
 
 
+def steady_steps(steps: Sequence[StepMetrics]) -> Sequence[StepMetrics]:
+    """All but the first step, which also pays for what came before it; that one where it is the only one."""
+    return steps[1:] or steps
+
+
 def step_split(steps: Sequence[StepMetrics]) -> dict[str, float]:
-    """Median seconds of a step and its parts, without the first step where there are others."""
-    steady = steps[1:] or steps
+    """Medians over the steady steps: seconds of a step and of its parts, share stalled, ratio to the bound."""
+    steady = steady_steps(steps)
     parts = ("step_s", "forward_s", "backward_s", "update_s", "commit_s", "lower_bound_s")
     medians = {part: statistics.median(getattr(step, part) for step in steady) for part in parts}
     bounded = [step.lower_bound_ratio for step in steady if step.lower_bound_s]

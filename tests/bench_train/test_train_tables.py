@@ -51,7 +51,8 @@ def test_the_report_has_peaks_sums_split_and_ratio() -> None:
     assert "device tier 3 MB 4 MB" in lines
     assert "host tier 10 MB none" in lines
     assert "process, peak resident 300 MB" in lines
-    assert "nvme->host 18 MB 6 MB 0.00 2.5%" in lines  # 3 x (1 + 2 + 3) MB, 0.3 s of 12 s
+    # 3 x (1 + 2 + 3) MB in all; without the first step 15 MB in 2 steps of 3 s together, 0.2 s of it stalled
+    assert "nvme->host 18 MB 7.5 MB 0.01 6.7%" in lines
     assert "step 1.5 s 100%" in lines  # without the first step
     assert "lower bound 500 ms, ratio 3.00; 683 tokens/s" in lines
 
