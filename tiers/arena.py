@@ -5,6 +5,7 @@ import threading
 import weakref
 from collections import deque
 from dataclasses import dataclass
+from typing import Protocol
 
 from lamina.aio_native import AlignedBuffer
 from lamina.tiers.errors import BudgetError
@@ -60,14 +61,27 @@ def _cannot_reserve(tier: Tier, nbytes: int, error: OSError) -> BudgetError:
     )
 
 
+class Memory(Protocol):
+    """What an arena can be cut from: host memory, or a device's."""
+
+    address: int
+
+    @property
+    def page_kind(self) -> str: ...
+
+    def close(self) -> None: ...
+
+
 class _Reservation:
     """The memory and its books; outlives the Arena for as long as a block or a view of one is held."""
 
-    def __init__(self, tier: Tier, nbytes: int, huge_pages: bool | None) -> None:
+    def __init__(self, tier: Tier, nbytes: int, huge_pages: bool | None, memory: Memory | None) -> None:
         self.tier = tier
         self.nbytes = nbytes
+        self.buffer = memory
         try:
-            self.buffer = AlignedBuffer(nbytes, huge_pages=huge_pages) if nbytes else None
+            if memory is None and nbytes:
+                self.buffer = AlignedBuffer(nbytes, huge_pages=huge_pages)
         except OSError as error:
             raise _cannot_reserve(tier, nbytes, error) from error
         self.address = self.buffer.address if self.buffer else 0
@@ -122,6 +136,11 @@ class Block:
         return memoryview(self._storage).cast("B")
 
     @property
+    def storage(self) -> object:
+        """What keeps the bytes from being given out again for as long as it is held."""
+        return self._storage
+
+    @property
     def freed(self) -> bool:
         """Whether free() was called."""
         return self._storage is None
@@ -139,16 +158,20 @@ class Arena:
     """One huge-page backed reservation with a byte budget that holds.
 
     nbytes: budget in bytes; pages are touched when they are first used, so an unused budget costs nothing.
-    huge_pages: None tries, True insists, False forbids. Thread safe.
+    huge_pages: None tries, True insists, False forbids. memory: `nbytes` to use instead of new host memory; the views of
+    blocks in a device's memory cannot be read from the CPU. Thread safe.
     """
 
-    def __init__(self, tier: Tier, nbytes: int, *, huge_pages: bool | None = None) -> None:
+    def __init__(
+        self, tier: Tier, nbytes: int, *, huge_pages: bool | None = None, memory: Memory | None = None
+    ) -> None:
         if nbytes < 0:
             raise ValueError(f"{tier} arena: budget is {nbytes} bytes, must not be negative")
         self.tier = tier
         self.nbytes = nbytes
-        self._memory = _Reservation(tier, nbytes, huge_pages)
+        self._memory = _Reservation(tier, nbytes, huge_pages, memory)
         # Asked once: the kernel's account of it is slow to read, and reports are made often.
+        self.address = self._memory.address
         self.page_kind = self._memory.buffer.page_kind if self._memory.buffer else "small"
 
     def alloc(self, nbytes: int, owner: str, *, align: int = 4096) -> Block:

@@ -52,8 +52,12 @@ class FolderLock:
         pid, host = _owner(self._fd)
         if pid is not None:
             self.takeover = f"took over the stale lock of pid {pid} on host {host}, which ended without closing"
-        os.ftruncate(self._fd, 0)
-        os.pwrite(self._fd, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode(), 0)
+        try:
+            os.ftruncate(self._fd, 0)
+            os.pwrite(self._fd, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode(), 0)
+        except OSError as error:
+            self.forget()
+            raise StoreError(f"cannot write the lock {self.path}: {error.strerror}. Free space on its disk") from error
         # [Note: locks and fork] flock belongs to the open file, which fork() shares: a data loader's worker
         # that outlives a killed trainer would hold the lock. Closing the child's copy does not unlock the
         # parent's.

@@ -246,6 +246,11 @@ def write_manifest(manifest: Manifest, folder: str) -> None:
     Raises OSError; ENOSPC and the like leave the old manifest in place.
     """
     write_temporary(manifest, folder)
+    publish_temporary(folder)
+
+
+def publish_temporary(folder: str) -> None:
+    """Make the temporary manifest the one that counts, durably."""
     os.rename(os.path.join(folder, TEMPORARY_NAME), os.path.join(folder, MANIFEST_NAME))
     sync_directory(folder)
 

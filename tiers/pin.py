@@ -3,6 +3,7 @@
 Where a link cannot be made (another file system), the file is copied in the background with a few buffers.
 """
 
+import contextlib
 import errno
 import os
 import threading
@@ -20,8 +21,8 @@ from lamina.tiers.manifest import (
     MANIFEST_NAME,
     TEMPORARY_NAME,
     Manifest,
+    publish_temporary,
     read_manifest,
-    write_manifest,
     write_temporary,
 )
 from lamina.tiers.slot import Slot
@@ -113,13 +114,14 @@ class PinnedGeneration:
 
 
 def remove_pinned(directory: str, manifest: Manifest) -> None:
-    """Delete a pinned generation's files, the manifest first, so that what is left after a crash is not taken for one."""
-    names = [MANIFEST_NAME, TEMPORARY_NAME, *(name for slot in manifest.slots for name in slot.names().values())]
-    for name in names:
-        try:
-            os.unlink(os.path.join(directory, name))
-        except FileNotFoundError:
-            continue
+    """Delete a pinned generation's files, and the directory if nothing else is in it. See [Note: cut pins]."""
+    temporary = os.path.join(directory, TEMPORARY_NAME)
+    with contextlib.suppress(FileNotFoundError):
+        os.rename(os.path.join(directory, MANIFEST_NAME), temporary)
+    names = [name for slot in manifest.slots for name in slot.names().values()]
+    for path in [*(os.path.join(directory, name) for name in names), temporary]:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
     try:
         os.rmdir(directory)
     except OSError as error:
@@ -142,14 +144,15 @@ def start_pin(
     """Link what can be linked; what is left has to be copied. Complete when nothing is.
 
     [Note: cut pins] The manifest is written under its temporary name before any other file and renamed when all are
-    there. A directory with only the temporary one was left by a crash, and the files that it lists are ours.
+    there; a removal renames it back first and deletes it last. A directory with only the temporary one was left by a
+    crash, and the files that it lists are ours.
     """
     _make_directory(directory, manifest)
     write_temporary(manifest, directory)
     try:
         linked, jobs = link_files(directory, sources)
         if not jobs:
-            write_manifest(manifest, directory)
+            publish_temporary(directory)
             sync_directory(os.path.dirname(directory))
     except BaseException:
         remove_pinned(directory, manifest)
@@ -203,7 +206,7 @@ def link_files(directory: str, sources: Sequence[tuple[Slot, ChunkSums]]) -> tup
     return linked, jobs
 
 
-def copy_files(pinned: PinnedGeneration, jobs: Sequence[CopyJob], io: AsyncIO, manifest: Manifest) -> None:
+def copy_files(pinned: PinnedGeneration, jobs: Sequence[CopyJob], io: AsyncIO) -> None:
     """Copy, check and make durable; the manifest comes last."""
     for job in jobs:
         layout = job.slot.layout
@@ -213,7 +216,7 @@ def copy_files(pinned: PinnedGeneration, jobs: Sequence[CopyJob], io: AsyncIO, m
             if table:
                 io.write(target, table, layout.sums_offsets[job.stripe]).wait()
             io.fsync(target).wait()
-    write_manifest(manifest, pinned.directory)
+    publish_temporary(pinned.directory)
     sync_directory(os.path.dirname(pinned.directory))
 
 

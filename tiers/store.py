@@ -23,7 +23,7 @@ from lamina.tiers.generations import Generations
 from lamina.tiers.handle import TransferHandle, as_bytes
 from lamina.tiers.layout import require_same_shards
 from lamina.tiers.lock import FolderLock
-from lamina.tiers.manifest import GenerationRecord, Manifest
+from lamina.tiers.manifest import GenerationRecord
 from lamina.tiers.opening import Opening, Verify
 from lamina.tiers.pin import CopyJob, PinnedGeneration, copy_files, start_pin
 from lamina.tiers.pinned_reader import PinnedReader
@@ -145,12 +145,13 @@ class GenerationStore:
 
         return slot.track(TransferHandle(parts, view, finish=check))
 
-    def begin(self) -> Transaction:
-        """Start the next generation. Raises StoreError when one is open already, SpaceError when a checkpoint
+    def begin(self, *, replace_frozen: bool = False) -> Transaction:
+        """Start the next generation. replace_frozen: the frozen planes are written anew in it (when a model is loaded).
+        Raises StoreError when one is open already, SpaceError when a checkpoint
         holds the files that would be next and there is no room for new ones."""
         with self._lock:
             self._require_open()
-            return self._begin()
+            return self._begin(replace_frozen=replace_frozen)
 
     def _begin(self, *, replace_frozen: bool = False) -> Transaction:
         with self._lock:
@@ -217,13 +218,13 @@ class GenerationStore:
                     job.slot.hold()
                 self._pins = [pin for pin in self._pins if not pin.done()]
                 self._pins.append(pinned)
-                pinned.start(lambda pin: self._copy(pin, jobs, pinned_manifest))
+                pinned.start(lambda pin: self._copy(pin, jobs))
             return pinned
 
-    def _copy(self, pinned: PinnedGeneration, jobs: Sequence[CopyJob], manifest: Manifest) -> None:
+    def _copy(self, pinned: PinnedGeneration, jobs: Sequence[CopyJob]) -> None:
         """Body of a pin's thread."""
         try:
-            copy_files(pinned, jobs, self._pool.io, manifest)
+            copy_files(pinned, jobs, self._pool.io)
         finally:
             with self._lock:
                 for job in jobs:

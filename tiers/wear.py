@@ -65,6 +65,14 @@ class Wear:
             ]
 
 
+def written_by_device(report: Sequence[PathWear]) -> dict[str, int]:
+    """Bytes written since start per device ("major:minor"), of all paths on it: what wears it out."""
+    written: dict[str, int] = {}
+    for wear in report:
+        written[wear.device] = written.get(wear.device, 0) + wear.written
+    return written
+
+
 def device_of(path: str) -> str:
     """ "major:minor" of the device under a path, or "" when the path is gone."""
     try:

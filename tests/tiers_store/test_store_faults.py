@@ -16,7 +16,7 @@ from faulty_io import FaultyIO
 from store_samples import FROZEN, SHARDS, State, random_state, rank_folder, read_all, write_all
 
 import lamina.tiers.manifest as manifest_module
-from lamina.aio_native import AsyncIO
+from lamina.aio_native import AsyncIO, AsyncIOError
 from lamina.tiers.errors import IntegrityError, StorageFault, StoreError
 from lamina.tiers.store import GenerationStore
 from lamina.tiers.tier import NvmePath
@@ -128,6 +128,43 @@ def test_frozen_planes_move_off_a_failed_path_too(open_store: Open, io: AsyncIO,
         assert read_all(open_store(paths, io=shim, shards=shards, job=f"job{number}")) == state
 
 
+class NoRoom(FaultyIO):
+    """An engine that cannot create files under one path."""
+
+    def __init__(self, io: AsyncIO, path: str) -> None:
+        super().__init__(io)
+        self._path = path
+
+    def open(self, path: str, **options: Any) -> Any:
+        if path.startswith(self._path) and options.get("create"):
+            raise AsyncIOError(errno.ENOSPC, f"cannot reserve for {path}: ENOSPC", path=path)
+        return super().open(path, **options)
+
+
+def test_files_are_made_where_they_can_be(open_store: Open, io: AsyncIO, tmp_path: Path) -> None:
+    paths = [NvmePath(path=str(tmp_path / f"disk{index}")) for index in range(2)]
+    shards = (*SHARDS, FROZEN)
+    shim = NoRoom(io, paths[0].path)
+    store = open_store(paths, io=shim, shards=shards)
+    assert f"{paths[0].path} failed" in store.report()
+    state = random_state(shards)
+    write_all(store, state, 0)
+    store.close()
+    store = open_store(paths, io=shim, shards=shards)
+    assert read_all(store) == state
+    for step in range(1, 4):
+        state |= random_state()
+        write_all(store, {key: data for key, data in state.items() if key[0] != "embedding"}, step)
+    assert read_all(store) == state
+    store.close()
+    with pytest.raises(AsyncIOError, match="ENOSPC"):
+        open_store(paths[:1], io=shim, job="other")
+    store = open_store(paths[:1], job="other")
+    write_all(store, random_state(), 0)
+    store.close(remove=True)
+    assert os.listdir(paths[0].path) == ["job"]
+
+
 def test_an_in_place_update_that_fails_says_what_is_lost(open_store: Open, io: AsyncIO) -> None:
     shim = FaultyIO(io)
     store = open_store(generations=1, io=shim)
@@ -207,7 +244,7 @@ def test_a_manifest_that_was_renamed_counts(open_store: Open, monkeypatch: pytes
 LIMITED = """
     import errno, resource, signal, sys
     sys.path.insert(0, sys.argv[2])
-    from lamina.aio_native import AsyncIO
+    from lamina.aio_native import AsyncIO, AsyncIOError
     from lamina.tiers.errors import StoreError
     from lamina.tiers.store import GenerationStore
     from lamina.tiers.tier import NvmePath

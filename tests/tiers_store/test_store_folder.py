@@ -19,6 +19,7 @@ from lamina.tiers.lock import FolderLock
 from lamina.tiers.room import disk_bytes
 from lamina.tiers.store import GenerationStore
 from lamina.tiers.tier import NvmePath, Plane, PlaneSpec, ShardSpec
+from lamina.tiers.wear import written_by_device
 
 Open = Callable[..., GenerationStore]
 
@@ -106,6 +107,17 @@ def test_a_forked_worker_does_not_keep_the_lock(tmp_path: Path) -> None:
                 time.sleep(0.01)
     finally:
         end(process)
+
+
+def test_a_lock_that_cannot_be_written_is_let_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*arguments: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", full)
+        with pytest.raises(StoreError, match=r"cannot write the lock .*No space left on device"):
+            FolderLock(str(tmp_path))
+    FolderLock(str(tmp_path)).release()
 
 
 def test_a_stale_lock_is_reported_by_the_store(open_store: Open, tmp_path: Path) -> None:
@@ -301,6 +313,8 @@ def test_shares_follow_the_weights(open_store: Open, tmp_path: Path) -> None:
     state = random_state(shards)
     write_all(store, state, 0)
     written = [wear.written for wear in store.wear()]
+    device = os.stat(tmp_path).st_dev
+    assert written_by_device(store.wear()) == {f"{os.major(device)}:{os.minor(device)}": sum(written)}
     for path, share in zip(written, (1 / 8, 2 / 8, 5 / 8), strict=True):
         assert abs(path / sum(written) - share) < 0.01
     assert read_all(store) == state

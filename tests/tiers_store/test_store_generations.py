@@ -187,6 +187,17 @@ def test_frozen_planes_are_written_once(open_store: Open) -> None:
         transaction.commit(2)
     assert sum(wear.written for wear in store.wear()) - written < written - 6666
     store.close()
+    store = open_store(shards=shards)
+    assert read_all(store) == state
+    store.begin(replace_frozen=True).abort()
+    assert read_all(store) == state
+    state = random_state(shards)
+    with store.begin(replace_frozen=True) as transaction:
+        for (shard, plane), data in state.items():
+            transaction.write(shard, plane, data)
+        transaction.commit(3)
+    assert read_all(store) == state
+    store.close()
     assert read_all(open_store(shards=shards)) == state
 
 

@@ -235,6 +235,39 @@ def test_a_cut_pin_is_taken_up_again(tmp_path: Path, open_store: Open, monkeypat
     pinned.remove()
 
 
+@pytest.mark.parametrize("number", range(4))
+def test_a_removal_that_is_cut_can_be_taken_up(
+    tmp_path: Path, open_store: Open, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """Cut before its first, second ... deletion: no manifest counts, and the same directory can be pinned to."""
+    store = open_store(shards=ALL)
+    write_all(store, random_state(ALL), 0)
+    pinned = store.pin(str(tmp_path / "ckpt"))
+    real, count = os.unlink, 0
+
+    def cut(path: str) -> None:
+        nonlocal count
+        count += 1
+        if count > number:
+            raise KeyboardInterrupt
+        real(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", cut)
+        if number < 3:
+            with pytest.raises(KeyboardInterrupt):
+                pinned.remove()
+        else:
+            pinned.remove()
+    assert not (tmp_path / "ckpt" / "manifest.json").exists()
+    state = read_all(store)
+    store.pin(str(tmp_path / "ckpt"))
+    for step in range(1, 4):
+        update(store, step)
+    store.restore(str(tmp_path / "ckpt"))
+    assert read_all(store) == state
+
+
 def test_a_pin_that_fails_leaves_nothing(tmp_path: Path, open_store: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     store = open_store()
     state = random_state()
