@@ -93,6 +93,10 @@ class TransferHandle:
         """Whether wait() would return or raise at once."""
         return self.settled or all(part.handle.done() for part in self._parts)
 
+    def needs_files(self) -> bool:
+        """Whether the files it reads must stay as they are: it runs, or has yet to check what it read."""
+        return not self.settled and (self._finish is not None or not self.done())
+
     def wait(self, timeout: float | None = None) -> int:
         """Bytes transferred. Raises what went wrong, again on every call; TimeoutError leaves the transfer
         running."""

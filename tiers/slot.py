@@ -160,7 +160,7 @@ class Slot:
 
     def track(self, handle: TransferHandle) -> TransferHandle:
         """Remember a reader until it is done; see drain()."""
-        self._readers = [reader for reader in self._readers if not reader.done()]
+        self._readers = [reader for reader in self._readers if reader.needs_files()]
         self._readers.append(handle)
         return handle
 

@@ -2,6 +2,7 @@
 
 import os
 import random
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -94,6 +95,9 @@ def test_a_read_that_is_waited_for_late_is_that_of_its_generation(open_store: Op
     write_all(store, state, 0)
     buffer = bytearray(1000)
     handle = store.read("block3", Plane.EXP_AVG, buffer, offset=500)
+    while not handle.done():
+        time.sleep(0.001)
+    assert read_all(store) == state  # more reads, which must not make the store forget the first
     for step in range(1, 4):
         write_all(store, random_state(), step)
     assert handle.wait() == 1000
