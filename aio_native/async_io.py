@@ -1,6 +1,7 @@
 """Asynchronous file I/O: requests of any size and alignment, done in the background by a native engine."""
 
 import errno
+import mmap
 import resource
 import warnings
 import weakref
@@ -25,7 +26,8 @@ from .opening import Opened, open_file
 from .request import Operation, Priority, Read, Write
 from .stats import IOStats, device_stats
 
-PAGE = 4096
+PAGE = max(4096, mmap.PAGESIZE)
+BOUNCE_UNIT = 64 << 10
 DEFAULT_THREADS = 8
 DEFAULT_INLINE_BYTES = 64 << 10
 BOUNCE_BYTES = 16 << 20
@@ -40,7 +42,7 @@ class AsyncIO:
     handle. Only fsync() is ordered: it comes after every write to its file that was submitted before it.
 
     backend: "uring", "threads", or "auto" for uring with a fall-back (`backend` and `backend_reason` tell).
-    block_bytes: requests are split into pieces of at most this size; a multiple of 4096.
+    block_bytes: requests are split into pieces of at most this size; a multiple of the page size.
     queue_depth: pieces in flight at most.
     max_inflight_bytes: limit for each device (default: 8 MiB or two blocks, whichever is more). A request that comes late
         waits for what is in flight: more keeps no disk busier that answers in a millisecond, and only delays urgent reads.
@@ -70,7 +72,10 @@ class AsyncIO:
         _check("inline_bytes", inline_bytes, 0, 1 << 30)
         limit = max(INFLIGHT_BYTES, 2 * block_bytes) if max_inflight_bytes is None else max_inflight_bytes
         _check("max_inflight_bytes", limit, 1, 1 << 62)
-        bounce_block = min(block_bytes, BOUNCE_BLOCK_BYTES)
+        _check("bounce_bytes", bounce_bytes, PAGE, 1 << 40)
+        # Small enough for several copies at once, large enough for bounce_bytes to be in use at the chosen depth.
+        share = bounce_bytes // queue_depth // BOUNCE_UNIT * BOUNCE_UNIT
+        bounce_block = min(block_bytes, max(BOUNCE_BLOCK_BYTES, share))
         self.config = EngineConfig(
             queue_depth=queue_depth,
             num_threads=num_threads,

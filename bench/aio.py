@@ -337,46 +337,51 @@ def make_shapes(directions: Sequence[str], nbytes: int, quick: bool) -> list[Sha
     ]
 
 
-def compare(folder: Path, args: argparse.Namespace, report: Reporter) -> dict[str, Any]:
-    """The whole comparison, on one file of its own in `folder` that is gone afterwards."""
-    nbytes, path = args.size_mib * MIB, folder / "bench.bin"
-    facts = report.machine()
-    machine = backend_report(folder)
-    report.line(str(machine))
-    shapes = make_shapes(args.directions, nbytes, args.quick)
-    fio = None
+def find_fio(path: Path, shapes: Sequence[Shape], report: Reporter) -> Fio | None:
+    """fio with the best memory that is free now; None when it is not installed."""
     if shutil.which("fio") is None:
         report.line("fio is not installed: there are no ratios to it")
-    else:
-        memory, remark = fio_memory(max(shape.block_bytes * shape.depth for shape in shapes))
-        fio = Fio(path, memory)
-        report.line(remark)
+        return None
+    memory, remark = fio_memory(max(shape.block_bytes * shape.depth for shape in shapes))
+    report.line(remark)
+    return Fio(path, memory)
+
+
+def report_latencies(latency_us: dict[str, float], reads: int, report: Reporter) -> None:
+    base = latency_us.get("fio")
+    report.table(
+        f"one {SMALL} byte read at a time, median of {reads} (lamina: through Python)",
+        ["", "us", "us over fio"],
+        [[name, show(us, 1), show(us - base if base else None, 1)] for name, us in latency_us.items()],
+    )
+
+
+def compare(folder: Path, args: argparse.Namespace, buffer: AlignedBuffer, report: Reporter) -> dict[str, Any]:
+    """The whole comparison, on one file of its own in `folder` that is gone afterwards."""
+    nbytes, path = args.size_mib * MIB, folder / "bench.bin"
+    facts, machine = report.machine(), backend_report(folder)
+    report.line(str(machine))
+    shapes = make_shapes(args.directions, nbytes, args.quick)
+    fio = find_fio(path, shapes, report)
     ordinary = memoryview(bytearray(nbytes + 1))[1:]
-    with AlignedBuffer(nbytes) as buffer:
-        for view in (buffer.view, ordinary):  # touched beforehand: page faults are not the disk's
-            view[::SMALL] = b"x" * len(view[::SMALL])
-        with AsyncIO() as io, io.open(path, create=True, size=nbytes, direct=True) as file:
-            io.write(file, buffer.view).wait()
-        report.line(f"lamina's memory: {buffer.page_kind} pages")
-        subjects: Subjects = {"fio": fio.run} if fio else {}
-        subjects |= lamina_subjects(path, buffer.view, ordinary)
-        add_deepspeed(subjects, path, nbytes, report)
-        rows = tabulate(run_rounds(subjects, shapes, args.rounds, report), report)
-        small = latencies(path, nbytes, fio, buffer.view, args.rounds, args.reads)
-        base = small.get("fio")
-        report.line("large: memory of its own for every block (fio and the plain rows go round in depth × block bytes)")
-        report.line("ordinary: the same with an unaligned bytearray\n")
-        report.table(
-            f"one {SMALL} byte read at a time, median of {args.reads} (lamina: through Python)",
-            ["", "us", "us over fio"],
-            [[name, show(us, 1), show(us - base if base else None, 1)] for name, us in small.items()],
-        )
-        return {"machine": facts, "backend": machine.as_dict(), "fio_memory": fio.memory if fio else None} | {
-            "page_kind": buffer.page_kind,
-            "rounds": args.rounds,
-            "transfers": rows,
-            "latency_us": small,
-        }
+    ordinary[::SMALL] = b"x" * len(ordinary[::SMALL])
+    with AsyncIO() as io, io.open(path, create=True, size=nbytes, direct=True) as file:
+        io.write(file, buffer.view).wait()
+    report.line(f"lamina's memory: {buffer.page_kind} pages")
+    subjects: Subjects = {"fio": fio.run} if fio else {}
+    subjects |= lamina_subjects(path, buffer.view, ordinary)
+    add_deepspeed(subjects, path, nbytes, report)
+    rows = tabulate(run_rounds(subjects, shapes, args.rounds, report), report)
+    report.line("large: memory of its own for every block (fio and the plain rows go round in depth × block bytes)")
+    report.line("ordinary: the same with an unaligned bytearray\n")
+    small = latencies(path, nbytes, fio, buffer.view, args.rounds, args.reads)
+    report_latencies(small, args.reads, report)
+    return {"machine": facts, "backend": machine.as_dict(), "fio_memory": fio.memory if fio else None} | {
+        "page_kind": buffer.page_kind,
+        "rounds": args.rounds,
+        "transfers": rows,
+        "latency_us": small,
+    }
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -407,9 +412,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     report = Reporter(as_json=args.json)
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=".lamina-aio-", dir=args.path)))
-        if args.reserve_huge_pages is not None:
+        buffer = stack.enter_context(AlignedBuffer(args.size_mib * MIB))
+        buffer.view[::SMALL] = b"x" * len(buffer.view[::SMALL])  # page faults are not the disk's
+        if args.reserve_huge_pages is not None:  # after lamina has its memory: these are for fio
             stack.enter_context(reserved_huge_pages(args.reserve_huge_pages))
-        result = compare(folder, args, report)
+        result = compare(folder, args, buffer, report)
     print(json.dumps(result), flush=True)
     return 0
 
