@@ -10,6 +10,7 @@ from torch import nn
 
 from lamina.aio_native import AsyncIO
 from lamina.tiers import Budgets, DiskSpeed, NvmePath, Placement, Spans, Tier, Wishes, probe_disk
+from lamina.tiers.gpu import Accelerator
 from lamina.zero import AdamDefaults, Ranks, ZeroOptions, ZeroRuntime
 
 from .config import ConfigError, EngineConfig
@@ -51,7 +52,7 @@ def initialize(
     settings = EngineConfig.load(config, world_size=world_size, resolve=_model_facts(model))
     adam, params = _adam_of(settings, optimizer, model_parameters, model)
     options = _zero_options(settings, adam, trains=params is not None)
-    ranks = Ranks.of_process()
+    ranks = Ranks.of_process(options.accelerator.device if options.accelerator is not None else None)
     runtime = ZeroRuntime(model, params, options, ranks=ranks, spans=Spans(enabled=trace))
     try:
         engine = TrainingEngine(
@@ -163,16 +164,19 @@ def _zero_options(settings: EngineConfig, adam: AdamDefaults, *, trains: bool) -
     nvme = [NvmePath(path=str(entry.path), bytes=entry.bytes) for entry in settings.nvme_paths]
     with_grad_window = settings.gradient_accumulation_steps > 1 or settings.data_types.grad_accum_dtype is not None
     overlap = _overlap(settings)
+    accelerator = _accelerator()
     return ZeroOptions(
+        accelerator=accelerator,
         stage=settings.zero_optimization.stage,
         compute_dtype=dtype if settings.compute_dtype != "fp32" else None,
         grad_dtype=TORCH_DTYPE[settings.grad_accum_dtype] if with_grad_window else None,
         budgets=Budgets(device_bytes=tiers.device_bytes, host_bytes=tiers.host_bytes),
         wishes=Wishes(
             param_tiers=_tiers_for(settings, "param", bool(nvme)),
-            state_tiers=_tiers_for(settings, "exp_avg", bool(nvme)),
+            state_tiers=_state_tiers(settings, bool(nvme), separate=accelerator is not None),
             overlap_update=overlap,
-            in_place_tiers=_in_place_tiers(settings),
+            separate_device=accelerator is not None,
+            in_place_tiers=_in_place_tiers(settings, separate=accelerator is not None),
             sub_group_numel=settings.zero_optimization.sub_group_size,
             # Gradients of several micro-batches add up and are kept anyway; else they are given up where memory is short.
             retain_gradients=tiers.host_bytes is None or settings.gradient_accumulation_steps > 1,
@@ -209,11 +213,29 @@ def _overlap(settings: EngineConfig) -> bool:
     return wanted is not False and not obstacles
 
 
-def _in_place_tiers(settings: EngineConfig) -> tuple[Tier, ...]:
+def _accelerator() -> Accelerator | None:
+    """This rank's GPU, where torch has any; else compute runs on the CPU, in the host's memory."""
+    if not torch.cuda.is_available():
+        return None
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    device = torch.device("cuda", local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return Accelerator(device)
+
+
+def _in_place_tiers(settings: EngineConfig, *, separate: bool) -> tuple[Tier, ...]:
     """Where compute can use parameters as they lie: nowhere when every rank has only a shard of them."""
     if settings.world_size > 1 and settings.zero_optimization.stage == 3:
         return ()
-    return (Tier.DEVICE, Tier.HOST)
+    return (Tier.DEVICE,) if separate else (Tier.DEVICE, Tier.HOST)
+
+
+def _state_tiers(settings: EngineConfig, has_nvme: bool, *, separate: bool) -> tuple[Tier, ...]:
+    """Tiers for optimizer state: the update runs on the CPU, so not in a GPU's memory; the plan shows where it went."""
+    tiers = _tiers_for(settings, "exp_avg", has_nvme)
+    if not separate:
+        return tiers
+    return tuple(tier for tier in tiers if tier is not Tier.DEVICE) or (Tier.HOST,)
 
 
 def _tiers_for(settings: EngineConfig, plane: str, has_nvme: bool) -> tuple[Tier, ...]:

@@ -26,6 +26,9 @@ class Transfer(Protocol):
     def wait(self) -> None:
         """Return once the group can be used. Between ranks this may be a collective, made in the order of use."""
 
+    def advance(self) -> None:
+        """Do what can be done now without waiting: called now and then while the fetch is under way."""
+
     def drop(self) -> None:
         """Return once nothing touches the memory any more; the group is not going to be used."""
 
@@ -106,6 +109,9 @@ class Executor:
         if seat.residency is not Residency.RESIDENT:
             self._make_resident(index)
         self._prefetch()
+        for other in self._seats:
+            if other.transfer is not None:
+                other.transfer.advance()
         self._compute_since = time.perf_counter()
 
     def pin(self, index: int) -> None:

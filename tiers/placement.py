@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from .tier import Tier
 
 ALIGN = 4096
+FETCH_BUFFERS = 2  # one being read into while the other is copied from
 
 
 class PlacementError(ValueError):
@@ -73,6 +74,7 @@ class Wishes:
     chunk_numel: int = 1 << 19  # sub-groups are cut at multiples of this many elements
     staging_count: int = 3
     retain_gradients: bool = False
+    separate_device: bool = False  # the device tier is a GPU's memory: updates need a copy, fetches host buffers
     in_place_tiers: tuple[Tier, ...] = (Tier.DEVICE, Tier.HOST)  # where compute can use parameters as they lie
 
 
@@ -94,6 +96,7 @@ class Placement:
     nvme_items: Mapping[str, int]
     sub_group_numel: int
     staging_count: int
+    fetch_buffer_count: int = 0
     reasons: Sequence[str] = field(default_factory=tuple)
 
     @property
@@ -135,7 +138,7 @@ class _Planner:
 
     def device_items(self, homes: Mapping[str, Home], window_groups: int) -> dict[str, int]:
         resident = sum(s.home_bytes for s in self.segments if homes[s.name].param is Tier.DEVICE)
-        states = sum(self._state_bytes(s) for s in self.segments if homes[s.name].state is Tier.DEVICE)
+        states = sum(self._state_bytes(s, homes[s.name]) for s in self.segments if homes[s.name].state is Tier.DEVICE)
         window = sum(self.window_sizes(homes)[:window_groups])
         return _present(
             {
@@ -154,13 +157,14 @@ class _Planner:
 
     def host_items(self, homes: Mapping[str, Home], staging: int) -> dict[str, int]:
         resident = sum(s.home_bytes for s in self.segments if homes[s.name].param is Tier.HOST)
-        states = sum(self._state_bytes(s) for s in self.segments if homes[s.name].state is Tier.HOST)
+        states = sum(self._state_bytes(s, homes[s.name]) for s in self.segments if homes[s.name].state is Tier.HOST)
         return _present(
             {
                 "resident parameters": resident,
                 "optimizer state": states,
                 "gradients": self.gradient_bytes(homes),
                 "update buffers": staging if self.updates_stream(homes) else 0,
+                "fetch buffers": self.fetch_buffer_bytes(homes),
             }
         )
 
@@ -171,7 +175,7 @@ class _Planner:
             if not s.trained:
                 frozen += _up(s.shard_numel * s.param_itemsize) if home.param is Tier.NVME else 0
             elif home.state is Tier.NVME:
-                generations += _up(s.shard_numel * s.param_itemsize) + self._state_bytes(s)
+                generations += _up(s.shard_numel * s.param_itemsize) + self._state_bytes(s, home)
             elif home.param is Tier.NVME:
                 generations += _up(s.shard_numel * s.param_itemsize)
         return _present(
@@ -195,9 +199,22 @@ class _Planner:
                 open_rest += nbytes
         return kept + open_rest + sum(sorted(open_blocks)[-2:])
 
-    def _state_bytes(self, s: SegmentSize) -> int:
+    def _state_bytes(self, s: SegmentSize, home: Home) -> int:
         """Bytes of the planes besides ``param`` (which is counted where the parameters live)."""
-        return sum(_up(s.shard_numel * itemsize) for itemsize in s.state_itemsizes)
+        nbytes = sum(_up(s.shard_numel * itemsize) for itemsize in s.state_itemsizes)
+        if s.trained and self.wishes.separate_device and (home.param, home.state) == (Tier.DEVICE, Tier.HOST):
+            nbytes += _up(s.shard_numel * s.param_itemsize)  # the copy that is updated
+        return nbytes
+
+    def fetch_buffer_bytes(self, homes: Mapping[str, Home]) -> int:
+        """Host memory through which NVMe-resident parameters pass to a GPU: equal buffers for the largest group's shards."""
+        if not self.wishes.separate_device:
+            return 0
+        groups: dict[int, int] = {}
+        for s in self.segments:
+            if homes[s.name].param is Tier.NVME:
+                groups[s.group] = groups.get(s.group, 0) + _up(s.shard_numel * s.param_itemsize)
+        return FETCH_BUFFERS * max(groups.values(), default=0)
 
     def staging_bytes(self, sub_group: int) -> int:
         """All update buffers: each holds every plane of a sub-group, page-aligned."""
@@ -291,6 +308,7 @@ class _Planner:
             nvme_items=self.nvme_items(homes),
             sub_group_numel=sub_group,
             staging_count=self.wishes.staging_count if self.updates_stream(homes) else 0,
+            fetch_buffer_count=FETCH_BUFFERS if self.fetch_buffer_bytes(homes) else 0,
             reasons=tuple(reasons),
         )
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from .runtime import ZeroRuntime
 
 _owners: "WeakTensorKeyDictionary" = WeakTensorKeyDictionary()
+_gathered: "WeakTensorKeyDictionary" = WeakTensorKeyDictionary()  # parameters that are whole in a GatheredParameters block
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,16 @@ def disclaim(runtime: "ZeroRuntime") -> None:
             place = _owners.get(parameter)  # type: ignore[no-untyped-call]
             if place is not None and place.runtime is runtime:
                 del _owners[parameter]
+
+
+def place_of(parameter: nn.Parameter) -> Place | None:
+    """Where an open engine keeps the parameter; None when none does."""
+    return _owners.get(parameter)  # type: ignore[no-untyped-call, no-any-return]
+
+
+def gathered_now(parameter: nn.Parameter) -> bool:
+    """Whether the parameter itself is whole, inside a GatheredParameters block."""
+    return parameter in _gathered
 
 
 def owner_of(parameter: nn.Parameter) -> Place:
@@ -126,7 +137,7 @@ def _read_plane(place: Place, plane: Plane) -> torch.Tensor:
     memory = plane_in_memory(place.segment, plane)
     first, last = _shard_range(place)
     if memory is not None:
-        return _whole(place, memory[first:last].clone())
+        return _whole(place, memory[first:last].to("cpu", copy=True))
     dtype = plane_dtype(plane, place.segment.dtype)
     values = torch.empty(last - first, dtype=dtype)
     store = place.runtime.store
@@ -163,15 +174,21 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 def plane_in_memory(segment: Segment, plane: Plane) -> torch.Tensor | None:
     """This rank's shard of a plane where it is at home in memory; not a copy."""
+    return next(iter(_planes_in_memory(segment, plane)), None)
+
+
+def _planes_in_memory(segment: Segment, plane: Plane) -> list[torch.Tensor]:
+    """Every place in memory that holds this rank's shard of a plane, those that the CPU can reach first."""
     dtype = plane_dtype(plane, segment.dtype)
-    if plane is Plane.PARAM:
-        view = segment.home_shard() if segment.home is not None else None
-    else:
-        block = segment.state.get(plane)
-        view = block.view if block is not None else None
-    if view is None:
-        return None
-    return torch.frombuffer(view, dtype=dtype) if view.nbytes else torch.empty(0, dtype=dtype)
+    views = []
+    if plane is Plane.PARAM and segment.home is not None:
+        views.append(segment.home_shard())
+    if plane in segment.state:
+        views.append(segment.state[plane].view)
+    found = [torch.frombuffer(view, dtype=dtype) if view.nbytes else torch.empty(0, dtype=dtype) for view in views]
+    if plane is Plane.PARAM and segment.device_home is not None and segment.flat is not None:
+        found.append(segment.shard_of(segment.flat))
+    return found
 
 
 def _joined(place: Place, high: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
@@ -257,9 +274,8 @@ def _apply_to(runtime: "ZeroRuntime", edits: Sequence[Edit]) -> None:
             plane.edited = True
             continue
         for plane_kind, values in _planes_of(edit):
-            memory = plane_in_memory(segment, plane_kind)
-            if memory is not None:
-                first, last = _shard_range(edit.place)
+            first, last = _shard_range(edit.place)
+            for memory in _planes_in_memory(segment, plane_kind):
                 memory[first:last].copy_(_piece(edit.place, values))
             if any(spec.plane is plane_kind for spec in segment.stored_planes):
                 stored.append((edit.place, plane_kind, values))
@@ -358,6 +374,7 @@ def GatheredParameters(
         values = _read_plane(place, Plane.PARAM)
         before.append(values)
         parameter.data = values.clone()
+        _gathered[parameter] = True
     try:
         yield
         edits = [
@@ -367,6 +384,7 @@ def GatheredParameters(
         ]
     finally:
         for parameter, place in zip(listed, places, strict=True):
+            _gathered.pop(parameter, None)  # type: ignore[no-untyped-call]
             _rebind(parameter, place)
     if edits and modifier_rank is None:
         changed = ", ".join(edit.place.slot.name for edit in edits)

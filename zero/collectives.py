@@ -6,7 +6,7 @@ beside them in a fixed order, and a rank that is late with one never blocks the 
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -36,16 +36,18 @@ class Ranks:
     gather_group: Any = None
     reduce_group: Any = None
     reduce_scatter_works: bool = True
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))  # where the backend wants tensors
     seconds: float = 0.0
     bytes_sent: int = 0
 
     @classmethod
-    def of_process(cls, timeout: timedelta = DEFAULT_TIMEOUT) -> "Ranks":
+    def of_process(cls, device: torch.device | None = None, timeout: timedelta = DEFAULT_TIMEOUT) -> "Ranks":
         """The ranks of torch.distributed's default group, or a single one when it is not initialised."""
         if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
             return cls()
         ranks = cls(
             rank=dist.get_rank(),
+            device=device or torch.device("cpu"),
             world_size=dist.get_world_size(),
             gather_group=dist.new_group(timeout=timeout),
             reduce_group=dist.new_group(timeout=timeout),
@@ -81,7 +83,9 @@ class Ranks:
         """Rank 0's values for everybody."""
         if self.world_size > 1 and tensor.numel():
             began = time.perf_counter()
-            dist.broadcast(tensor, 0, group=self.gather_group)
+            there = tensor.contiguous().to(self.device)
+            dist.broadcast(there, 0, group=self.gather_group)
+            tensor.copy_(there)
             self._account(began, tensor)
 
     # -- gradients ---------------------------------------------------------------------------------------------------
@@ -109,12 +113,14 @@ class Ranks:
         """Put together, in place, a tensor of which every rank has filled other elements and left the rest zero."""
         if self.world_size > 1 and tensor.numel():
             began = time.perf_counter()
-            dist.all_reduce(tensor.view(torch.uint8), group=self.gather_group)  # as bytes: keeps -0.0 and NaN
+            there = tensor.view(torch.uint8).to(self.device)  # as bytes: keeps -0.0 and NaN
+            dist.all_reduce(there, group=self.gather_group)
+            tensor.view(torch.uint8).copy_(there)
             self._account(began, tensor)
 
     def wait(self, work: Work) -> None:
         began = time.perf_counter()
-        work.wait()
+        work.wait()  # for NCCL: makes the current stream wait
         self.seconds += time.perf_counter() - began
 
     # -- small things --------------------------------------------------------------------------------------------------
@@ -130,7 +136,7 @@ class Ranks:
         if self.world_size == 1 or not flags:
             return list(flags)
         began = time.perf_counter()
-        mask = torch.tensor(flags, dtype=torch.uint8)
+        mask = torch.tensor(flags, dtype=torch.uint8, device=self.device)
         dist.all_reduce(mask, op=dist.ReduceOp.MAX, group=self.reduce_group)
         self._account(began, mask)
         return [bool(flag) for flag in mask.tolist()]
@@ -147,8 +153,8 @@ class Ranks:
 
     def _gather_numbers(self, numbers: Sequence[float]) -> list[float]:
         began = time.perf_counter()
-        mine = torch.tensor(list(numbers), dtype=torch.float64)
-        everyone = torch.empty(self.world_size * len(numbers), dtype=torch.float64)
+        mine = torch.tensor(list(numbers), dtype=torch.float64, device=self.device)
+        everyone = torch.empty(self.world_size * len(numbers), dtype=torch.float64, device=self.device)
         dist.all_gather_into_tensor(everyone, mine, group=self.reduce_group)
         self._account(began, mine)
         return [float(number) for number in everyone.tolist()]
@@ -159,7 +165,7 @@ class Ranks:
 
     def _probe_reduce_scatter(self) -> bool:
         """Some gloo builds have no reduce-scatter: then everybody takes its slice of an all-reduce."""
-        flat, shard = torch.ones(self.world_size), torch.zeros(1)
+        flat, shard = torch.ones(self.world_size, device=self.device), torch.zeros(1, device=self.device)
         try:
             dist.reduce_scatter_tensor(shard, flat, group=self.reduce_group)
         except (RuntimeError, NotImplementedError):

@@ -87,7 +87,7 @@ class GradientCollector:
         """Parameters that are updated where they lie must also not be needed by the rest of the backward pass."""
         still_waiting = []
         for segment in self._waiting:
-            if segment.home is not None and self._still_used(segment):
+            if segment.updated_where_used and self._still_used(segment):
                 still_waiting.append(segment)
             else:
                 self._optimizer.start_early(segment)

@@ -5,10 +5,12 @@ fp32 and they are added up. Sums are taken in the order in which the micro-batch
 """
 
 from collections.abc import Callable, Iterator, Sequence, Set
+from typing import Any
 
 import torch
 
 from lamina.tiers import Arena, Block, BudgetError
+from lamina.tiers.gpu import Accelerator
 
 from .memory import tensor_over
 from .segment import Segment
@@ -28,6 +30,7 @@ class GradientPlane:
         self.edited = False
         self._block: Block | None = None
         self._flat: torch.Tensor | None = None
+        self._copies: list[Any] = []  # events of copies from the accelerator that may be under way
         self._pieces = {index: (first, last) for index, first, last in segment.layout.pieces(segment.rank)}
 
     @property
@@ -54,8 +57,10 @@ class GradientPlane:
 
     @property
     def address(self) -> int:
+        """Where the gradients are, all of them arrived."""
         if self._block is None:
             raise RuntimeError(f"{self.segment.name} has no gradient in memory")
+        self.settle()
         return self._block.address
 
     def attach(self, block: Block) -> None:
@@ -85,10 +90,15 @@ class GradientPlane:
     def add(self, slot_index: int, gradient: torch.Tensor) -> None:
         """Copy a parameter's first gradient of the window, add every later one. Only where the shard is the whole."""
         into = self.piece(slot_index).view(gradient.shape)
+        device = self.segment.device
         if slot_index in self.arrived:
-            into.add_(gradient)
+            self.settle()
+            into.add_(gradient.to("cpu"))
         else:
-            into.copy_(gradient)
+            if device is None:
+                into.copy_(gradient)
+            else:
+                self._copies.append(device.copy_down(into, gradient))
             self.arrived.add(slot_index)
         self.fresh.add(slot_index)
 
@@ -96,14 +106,22 @@ class GradientPlane:
         """Add the reduced gradients of a whole shard; ``slots`` are those that any rank had a gradient for."""
         if self._flat is None:
             raise RuntimeError(f"{self.segment.name} has no gradient in memory")
+        reduced = reduced.to("cpu")
         if self.arrived:
             self._flat.add_(reduced)
         else:
             self._flat.copy_(reduced)
         self.arrived |= slots
 
+    def settle(self) -> None:
+        """Wait until every gradient has come down from the accelerator."""
+        for event in self._copies:
+            Accelerator.wait(event)
+        self._copies.clear()
+
     def release(self) -> None:
         """Give the memory back and start an empty window."""
+        self.settle()
         self._flat = None
         self.arrived.clear()
         self.fresh.clear()

@@ -109,13 +109,15 @@ class InitialState:
         numel, begin = segment.layout.shard_numel, segment.layout.shard_range(segment.rank)[0]
         arena = self._arenas[segment.state_tier]
         for spec in segment.planes:
-            if spec.plane is Plane.PARAM:
+            if spec.plane is Plane.PARAM and not self._needs_host_copy(segment):
                 continue
             block = arena.alloc(numel * spec.itemsize, f"{spec.plane} of {segment.name}")
             segment.state[spec.plane] = block
             tensor = tensor_over(block, plane_dtype(spec.plane, segment.dtype), numel).zero_()
             if spec.plane is Plane.MASTER:
                 _copy_range(segment, begin, tensor)
+            elif spec.plane is Plane.PARAM:
+                self._fill_parameters(segment, begin, tensor)
             elif spec.plane is Plane.REMAINDER:
                 self._split_piecewise(segment, begin, torch.empty(0, dtype=torch.bfloat16), tensor)
 
@@ -125,31 +127,45 @@ class InitialState:
         numel = max(param.numel(), remainder.numel())
         piece = min(numel, self._chunk_numel)
         master = torch.empty(piece, dtype=torch.float32)
-        unwanted = torch.empty(piece, dtype=torch.bfloat16)
+        high = torch.empty(piece, dtype=torch.bfloat16)
+        low = torch.empty(piece, dtype=torch.int16)
         for start in range(0, numel, piece or 1):
             part = slice(start, min(start + piece, numel))
             count = part.stop - start
             _copy_range(segment, begin + start, master[:count].zero_())
-            self._split(
-                master[:count],
-                param[part] if param.numel() else unwanted[:count],
-                remainder[part] if remainder.numel() else unwanted[:count],
-            )
+            self._split(master[:count], high[:count], low[:count])
+            if param.numel():
+                param[part].copy_(high[:count])
+            if remainder.numel():
+                remainder[part].copy_(low[:count])
 
     def _keep_parameters(self, segment: Segment) -> None:
         arena = self._arenas[segment.param_tier]
         numel = segment.layout.numel if segment.replicated else segment.layout.shard_numel
         begin = 0 if segment.replicated else segment.layout.shard_range(segment.rank)[0]
         block = arena.alloc(numel * segment.dtype.itemsize, f"parameters of {segment.name}")
-        flat = tensor_over(block, segment.dtype, numel).zero_()
+        device = segment.device if segment.param_tier is Tier.DEVICE else None
+        flat = tensor_over(block, segment.dtype, numel, device=device).zero_()
+        self._fill_parameters(segment, begin, flat)
+        if device is None:
+            segment.home = block
+        else:
+            segment.device_home = block
+        if segment.in_place:
+            segment.bind(block, 0)
+
+    @staticmethod
+    def _needs_host_copy(segment: Segment) -> bool:
+        """Parameters at home on an accelerator are updated in a copy in host memory."""
+        return segment.device is not None and segment.param_tier is Tier.DEVICE
+
+    def _fill_parameters(self, segment: Segment, begin: int, flat: torch.Tensor) -> None:
+        """Parameters in compute dtype from element ``begin`` of the layout on."""
         if segment.trainable and segment.dtype is torch.bfloat16:
             # The split rounds half-way cases its own way, so it must also make the copies that compute uses.
             self._split_piecewise(segment, begin, flat, torch.empty(0, dtype=torch.int16))
         else:
             _copy_range(segment, begin, flat)
-        segment.home = block
-        if segment.in_place:
-            segment.bind(block, 0)
 
 
 def _copy_range(segment: Segment, begin: int, into: torch.Tensor) -> None:

@@ -8,6 +8,7 @@ import torch
 
 from lamina.aio_native import AsyncIO
 from lamina.tiers import Budgets, NvmePath, Wishes
+from lamina.tiers.gpu import Accelerator
 
 from .optimizer import AdamDefaults
 
@@ -20,6 +21,7 @@ class ZeroOptions:
     """
 
     stage: int = 3
+    accelerator: Accelerator | None = None  # None: compute shares the host's memory
     compute_dtype: torch.dtype | None = None  # None: leave the model's own dtypes
     grad_dtype: torch.dtype | None = None  # None: the compute dtype
     trains: bool = True  # False: forward only, nothing but the parameters is kept

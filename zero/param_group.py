@@ -2,11 +2,16 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
+
+import torch
 
 from lamina.aio_native import Priority
 from lamina.tiers import Block, GenerationStore, Plane, Tier, TransferHandle
+from lamina.tiers.gpu import Accelerator
 
 from .collectives import Ranks
+from .fetch_buffers import FetchBuffers
 from .memory import tensor_over
 from .partition import round_up
 from .segment import Segment
@@ -16,12 +21,16 @@ PAGE = 4096
 
 @dataclass(kw_only=True)
 class GroupFetch:
-    """A group on its way into a block: this rank's shards are read or copied into their places, then all gather."""
+    """A group on its way into a block of memory that compute shares with the CPU: this rank's shards are read or copied
+    into their places, then all ranks gather."""
 
     block: Block
     segments: Sequence[tuple[Segment, int]]
     handles: Sequence[TransferHandle]
     ranks: Ranks
+
+    def advance(self) -> None:
+        """Nothing to do before the group is used."""
 
     def wait(self) -> None:
         for handle in self.handles:
@@ -37,6 +46,66 @@ class GroupFetch:
             handle.wait()
 
 
+@dataclass(kw_only=True)
+class DeviceFetch:
+    """A group on its way into an accelerator's memory: NVMe to page-locked host memory, up on a stream, then the gather."""
+
+    block: Block
+    segments: Sequence[tuple[Segment, int]]
+    handles: Sequence[TransferHandle]
+    ranks: Ranks
+    device: Accelerator
+    pool: FetchBuffers
+    buffer: Block | None  # where this rank's NVMe-resident shards are read to, one after another
+    reads: dict[int, int]  # by segment: byte offset in the buffer
+    after: Any  # the block's last user has finished
+    _copied: Any = None
+    _launched: bool = False
+
+    def advance(self) -> None:
+        """Start the copies up as soon as the reads are done."""
+        if not self._launched and all(handle.done() for handle in self.handles):
+            self._launch()
+
+    def wait(self) -> None:
+        self._launch()
+        self.device.compute_waits_for(self._copied)
+        for segment, offset in self.segments:
+            self.ranks.all_gather(self._flat(segment, offset))
+
+    def drop(self) -> None:
+        for handle in self.handles:
+            handle.wait()
+        self.device.wait(self._copied)
+        self._retire()
+
+    def _launch(self) -> None:
+        if self._launched:
+            return
+        for handle in self.handles:
+            handle.wait()
+        self._launched = True
+        for segment, offset in self.segments:
+            at = self.reads.get(id(segment))
+            if at is not None and self.buffer is not None:
+                view = self.buffer.view[at : at + segment.shard_nbytes]
+            else:
+                view = segment.home_shard()
+            source = torch.frombuffer(view, dtype=segment.dtype)
+            target = segment.shard_of(self._flat(segment, offset))
+            self._copied = self.device.copy_up(target, source, self.after)
+        self._retire()
+
+    def _flat(self, segment: Segment, offset: int) -> torch.Tensor:
+        return tensor_over(self.block, segment.dtype, segment.layout.numel, offset, device=self.device)
+
+    def _retire(self) -> None:
+        """The buffer can be used again once the copies have happened."""
+        if self.buffer is not None:
+            self.pool.give_back(self.buffer, self._copied)
+            self.buffer = None
+
+
 @dataclass(kw_only=True, eq=False)
 class ParamGroup:
     """Segments in order. Those that compute cannot use at home are *streamed*: fetched into one block, one after another."""
@@ -46,6 +115,7 @@ class ParamGroup:
     segments: list[Segment]
     ranks: Ranks = field(default_factory=Ranks)
     store: GenerationStore | None = None
+    fetch_buffers: FetchBuffers | None = None  # where there is an accelerator
     bound: dict[int, Segment] = field(default_factory=dict)  # address of a bound flat layout -> its segment; shared
 
     @property
@@ -65,18 +135,55 @@ class ParamGroup:
             offset += round_up(segment.nbytes, PAGE)
         return placed
 
-    def start(self, block: Block, priority: Priority) -> GroupFetch:
-        """Begin to read this rank's NVMe-resident shards from the current generation straight into their places."""
+    def start(self, block: Block, priority: Priority) -> GroupFetch | DeviceFetch | None:
+        """Begin to read this rank's NVMe-resident shards from the current generation on their way into the block."""
         placed = [(segment, offset) for segment, offset in self.offsets() if segment.nbytes]
+        device = self.segments[0].device
+        if device is not None:
+            return self._start_on(device, placed, block, priority)
         handles = []
         for segment, offset in placed:
             if segment.param_tier is Tier.NVME:
-                if self.store is None:
-                    raise RuntimeError(f"{self.name} has no store to be fetched from")
                 begin = offset + segment.layout.shard_range(segment.rank)[0] * segment.dtype.itemsize
-                into = block.view[begin : begin + segment.shard_nbytes]
-                handles.append(self.store.read(segment.name, Plane.PARAM, into, priority=priority))
+                handles.append(self._read(segment, block.view[begin : begin + segment.shard_nbytes], priority))
         return GroupFetch(block=block, segments=placed, handles=handles, ranks=self.ranks)
+
+    def _start_on(
+        self, device: Accelerator, placed: Sequence[tuple[Segment, int]], block: Block, priority: Priority
+    ) -> DeviceFetch | None:
+        if self.fetch_buffers is None:
+            raise RuntimeError(f"{self.name} has no buffers to be fetched through")
+        reads, end = {}, 0
+        for segment, _ in placed:
+            if segment.param_tier is Tier.NVME:
+                reads[id(segment)] = end
+                end += round_up(segment.shard_nbytes, PAGE)
+        buffer = None
+        if reads:
+            buffer = self.fetch_buffers.take(wait=priority is Priority.DEMAND)
+            if buffer is None:
+                return None
+        handles = [
+            self._read(segment, buffer.view[reads[id(segment)] :][: segment.shard_nbytes], priority)
+            for segment, _ in placed
+            if buffer is not None and id(segment) in reads
+        ]
+        return DeviceFetch(
+            block=block,
+            segments=placed,
+            handles=handles,
+            ranks=self.ranks,
+            device=device,
+            pool=self.fetch_buffers,
+            buffer=buffer,
+            reads=reads,
+            after=device.mark(),
+        )
+
+    def _read(self, segment: Segment, into: memoryview, priority: Priority) -> TransferHandle:
+        if self.store is None:
+            raise RuntimeError(f"{self.name} has no store to be fetched from")
+        return self.store.read(segment.name, Plane.PARAM, into, priority=priority)
 
     def bind(self, block: Block) -> None:
         for segment, offset in self.offsets():

@@ -112,9 +112,8 @@ class Reducer:
         while len(self._started) >= BUCKETS_UNDER_WAY:
             self._finish_oldest()
         block = self._take_block(segment.nbytes, owner)
-        return _Bucket(
-            segment=segment, block=block, flat=tensor_over(block, segment.dtype, segment.layout.numel).zero_()
-        )
+        flat = tensor_over(block, segment.dtype, segment.layout.numel, device=segment.device).zero_()
+        return _Bucket(segment=segment, block=block, flat=flat)
 
     def _take_block(self, nbytes: int, owner: str) -> Block:
         """The smallest spare block that is large enough, else a new one in place of the spare ones.
@@ -146,7 +145,7 @@ class Reducer:
             bucket.shard = bucket.flat
             bucket.work = self._ranks.start_all_reduce(bucket.flat)
         else:
-            bucket.shard = torch.empty(segment.layout.shard_numel, dtype=segment.dtype)
+            bucket.shard = torch.empty(segment.layout.shard_numel, dtype=segment.dtype, device=bucket.flat.device)
             bucket.work = self._ranks.start_reduce_scatter(bucket.flat, bucket.shard)
         self._started.append(bucket)
         self._next += 1

@@ -23,6 +23,7 @@ from lamina.tiers import (
 from .access import claim, disclaim
 from .collectives import Ranks
 from .collector import GradientCollector
+from .fetch_buffers import FetchBuffers
 from .gradients import Gradients
 from .grouping import find_groups
 from .initial_state import InitialState
@@ -34,6 +35,8 @@ from .segment import Segment
 from .segmenting import make_groups
 from .state import ZeroState
 from .update import Updater
+
+INITIAL_WRITE_BYTES = 16 << 20  # a buffer for the time of initialisation, where there are no update buffers
 
 
 class ZeroRuntime:
@@ -72,6 +75,7 @@ class ZeroRuntime:
             trains=options.trains,
             stage=options.stage,
             ranks=self.ranks,
+            device=options.accelerator,
         )
         self.segments = [segment for group in self.groups for segment in group.segments]
         self.placement = place(
@@ -84,6 +88,8 @@ class ZeroRuntime:
             self._settle(segment, self.placement.homes[segment.name])
         self.device = self._arena(Tier.DEVICE, options.budgets.device_bytes, self.placement.device_bytes)
         self.host = self._arena(Tier.HOST, options.budgets.host_bytes, self.placement.host_bytes)
+        if options.accelerator is not None:
+            self._closing.enter_context(options.accelerator.page_locked(self.host))
         self.kernels = Kernels(options.num_threads)
         self._closing.callback(self.kernels.close)
         self.io: AsyncIO | None = None
@@ -95,8 +101,9 @@ class ZeroRuntime:
         """What moves state while training: executor, updater, optimizer, collector and hooks."""
         options = self.options
         bound = {segment.flat.data_ptr(): segment for segment in self.segments if segment.flat is not None}
+        fetch_buffers = FetchBuffers(blocks=self._blocks("fetch buffers", self.placement.fetch_buffer_count))
         for group in self.groups:
-            group.store, group.bound = self.store, bound
+            group.store, group.bound, group.fetch_buffers = self.store, bound, fetch_buffers
         self.executor = Executor(arena=self.device, sources=self.groups, lookahead=options.lookahead, spans=self.spans)
         self._closing.callback(self.executor.close)
         self.gradients = Gradients(self.segments, self.host, self._grad_dtype)
@@ -166,7 +173,9 @@ class ZeroRuntime:
         segment.in_place = home.param in self.options.wishes.in_place_tiers
 
     def _arena(self, tier: Tier, budget: int | None, needed: int) -> Arena:
-        arena = Arena(tier, needed if budget is None else budget)
+        nbytes = needed if budget is None else budget
+        accelerator = self.options.accelerator if tier is Tier.DEVICE else None
+        arena = accelerator.arena(nbytes) if accelerator is not None else Arena(tier, nbytes)
         self._closing.callback(arena.close)
         return arena
 
@@ -190,11 +199,14 @@ class ZeroRuntime:
         return store
 
     def _update_buffers(self) -> list[Block]:
-        count = self.placement.staging_count
+        return self._blocks("update buffers", self.placement.staging_count)
+
+    def _blocks(self, item: str, count: int) -> list[Block]:
+        """``count`` equal blocks of the host tier for an item of the placement."""
         if count == 0:
             return []
-        nbytes = self.placement.host_items["update buffers"] // count
-        blocks = [self.host.alloc(nbytes, "update buffers") for _ in range(count)]
+        nbytes = self.placement.host_items[item] // count
+        blocks = [self.host.alloc(nbytes, item) for _ in range(count)]
         for block in blocks:
             self._closing.callback(block.free)
         return blocks
@@ -202,8 +214,10 @@ class ZeroRuntime:
     def _bring_home(self) -> None:
         chunk = self.placement.sub_group_numel
         block = self.staging[0] if self.staging else None
+        spare: Arena | None = None
         if block is None and self.store is not None:  # only frozen segments are on NVMe
-            block = self.device.alloc(min(self.device.nbytes, chunk * 4), "initial write")
+            spare = Arena(Tier.HOST, min(INITIAL_WRITE_BYTES, chunk * 4))
+            block = spare.alloc(spare.nbytes, "initial write")
             chunk = block.nbytes // 4
         with torch.no_grad():
             for tensor in (*self.module.parameters(), *self.module.buffers()):
@@ -215,8 +229,13 @@ class ZeroRuntime:
             staging=block,
             chunk_numel=chunk,
         ).bring_home(self.segments)
-        if block is not None and not self.staging:
+        if block is not None and spare is not None:
             block.free()
+            spare.close()
+        if self.options.accelerator is not None:
+            for buffer_owner in self.module.modules():
+                for name, buffer in buffer_owner.named_buffers(recurse=False):
+                    buffer_owner._buffers[name] = buffer.to(self.options.accelerator.device)
         if self.options.compute_dtype is not None:
             for buffer_owner in self.module.modules():
                 for name, buffer in buffer_owner.named_buffers(recurse=False):

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from lamina.tiers import Block, Plane, PlaneSpec, ShardSpec, Tier
+from lamina.tiers.gpu import Accelerator
 
 from .dtypes import STATE_PLANES
 from .memory import tensor_over
@@ -20,6 +21,9 @@ class Segment:
     ``flat`` is the tensor over the whole unsharded layout while it is in memory. ``home`` holds the parameters where their
     tier is memory: the whole layout when they are ``replicated``, else this rank's shard. ``in_place``: compute uses
     ``home`` itself. ``state`` holds a block per plane where the optimizer state is in memory.
+
+    With an accelerator the device tier is its memory, which the update on the CPU cannot reach. Parameters at home there
+    are ``device_home``, and the update works on a copy: a plane of ``state``, or what it reads from NVMe.
     """
 
     name: str
@@ -32,10 +36,12 @@ class Segment:
     block: bool = True
     param_tier: Tier = Tier.DEVICE
     state_tier: Tier = Tier.HOST
+    device: Accelerator | None = None
     in_place: bool = True
     replicated: bool = True
     flat: torch.Tensor | None = None
     home: Block | None = None
+    device_home: Block | None = None
     state: dict[Plane, Block] = field(default_factory=dict)
 
     @property
@@ -68,14 +74,14 @@ class Segment:
 
     def bind(self, block: Block, byte_offset: int) -> None:
         """Point the parameters into the block, which holds the whole flat layout from ``byte_offset`` on."""
-        self.flat = tensor_over(block, self.dtype, self.layout.numel, byte_offset)
+        self.flat = tensor_over(block, self.dtype, self.layout.numel, byte_offset, device=self.device)
         for slot, parameter in zip(self.layout.slots, self.parameters, strict=True):
             parameter.data = self.flat[slot.offset : slot.end].view(slot.shape)
 
     def unbind(self) -> None:
         """Leave placeholders of the right shape behind. They hold NaN, so that a use is never a wrong number."""
         self.flat = None
-        nan = torch.full((), float("nan"), dtype=self.dtype)
+        nan = torch.full((), float("nan"), dtype=self.dtype, device=self.device.device if self.device else None)
         for slot, parameter in zip(self.layout.slots, self.parameters, strict=True):
             parameter.data = nan.expand(slot.shape)
 
@@ -83,6 +89,11 @@ class Segment:
         """This rank's part of a tensor over the flat layout."""
         begin, end = self.layout.shard_range(self.rank)
         return flat[begin:end]
+
+    @property
+    def updated_where_used(self) -> bool:
+        """Whether an update changes memory that compute uses."""
+        return self.home is not None or self.device_home is not None
 
     @property
     def home_offset(self) -> int:
@@ -101,7 +112,7 @@ class Segment:
 
     def address(self, plane: Plane) -> int:
         """Address of this rank's shard of a plane that is in memory; 0 when it is not."""
-        if plane is Plane.PARAM:
-            return self.home.address + self.home_offset if self.home is not None else 0
+        if plane is Plane.PARAM and self.home is not None:
+            return self.home.address + self.home_offset
         block = self.state.get(plane)
         return block.address if block is not None else 0

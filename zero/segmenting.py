@@ -5,6 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from lamina.tiers.gpu import Accelerator
+
 from .collectives import Ranks
 from .dtypes import STATE_PLANES
 from .grouping import ROOT, GroupSpec
@@ -14,7 +16,13 @@ from .segment import Segment
 
 
 def make_groups(
-    specs: Sequence[GroupSpec], *, compute_dtype: torch.dtype | None, trains: bool, stage: int, ranks: Ranks
+    specs: Sequence[GroupSpec],
+    *,
+    compute_dtype: torch.dtype | None,
+    trains: bool,
+    stage: int,
+    ranks: Ranks,
+    device: Accelerator | None,
 ) -> list[ParamGroup]:
     """Raises TypeError, naming them, for parameters whose dtype cannot be trained."""
     if trains:
@@ -26,7 +34,9 @@ def make_groups(
             dtype = compute_dtype if compute_dtype and parameter.is_floating_point() else parameter.dtype
             kinds.setdefault((dtype, parameter.requires_grad and trains), []).append((name, parameter))
         segments = [
-            _segment(spec, index, dtype, trainable, members, alone=len(kinds) == 1, stage=stage, ranks=ranks)
+            _segment(
+                spec, index, dtype, trainable, members, alone=len(kinds) == 1, stage=stage, ranks=ranks, device=device
+            )
             for (dtype, trainable), members in kinds.items()
         ]
         groups.append(ParamGroup(name=spec.name, index=index, segments=segments, ranks=ranks))
@@ -43,6 +53,7 @@ def _segment(
     alone: bool,
     stage: int,
     ranks: Ranks,
+    device: Accelerator | None,
 ) -> Segment:
     kind = "" if alone else f" [{str(dtype).removeprefix('torch.')}{'' if trainable else ', frozen'}]"
     # Stage 0 shares nothing out: every rank keeps a layout of its own.
@@ -54,6 +65,7 @@ def _segment(
         parameters=[parameter for _, parameter in members],
         dtype=dtype,
         trainable=trainable,
+        device=device,
         rank=0 if stage == 0 else ranks.rank,
         block=spec.name != ROOT,
         replicated=stage < 3 or ranks.world_size == 1,

@@ -11,6 +11,8 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+import torch
+
 from lamina.aio_native import Priority
 from lamina.tiers import Block, GenerationStore, Plane, Spans, Transaction, TransferHandle
 
@@ -253,6 +255,8 @@ class Updater:
             handles.append(transaction.write(segment.name, spec.plane, view, offset=where))
         if job.from_store and segment.home is not None:
             self._refresh_cache(segment, flight, chunk)
+        if segment.device_home is not None:
+            self._copy_up(segment, chunk.begin, flight.staging.view[flight.offsets[Plane.PARAM] :], numel)
         self.counters.read_stall_s += ready - began
         self.counters.adam_s += computed - ready
         self.counters.parameters += numel
@@ -293,6 +297,9 @@ class Updater:
         except BaseException:
             self._job_done(job)
             raise
+        segment = job.segment
+        if segment.device_home is not None and segment.layout.shard_numel:
+            self._copy_up(segment, 0, segment.state[Plane.PARAM].view, segment.layout.shard_numel)
         ended = time.perf_counter()
         self.counters.adam_s += ended - began
         self.counters.parameters += job.segment.layout.shard_numel
@@ -301,6 +308,14 @@ class Updater:
 
     def _cached_param(self, segment: Segment, where: int, nbytes: int) -> memoryview:
         return segment.home_shard()[where : where + nbytes]
+
+    def _copy_up(self, segment: Segment, begin: int, values: memoryview, numel: int) -> None:
+        """Bring new parameters from host memory to their home in the accelerator's memory."""
+        if segment.device is None or segment.flat is None:
+            raise RuntimeError(f"{segment.name} is not at home on an accelerator")
+        source = torch.frombuffer(values, dtype=segment.dtype, count=numel)
+        target = segment.shard_of(segment.flat)[begin : begin + numel]
+        segment.device.wait(segment.device.copy_up(target, source, segment.device.mark()))
 
     def _refresh_cache(self, segment: Segment, flight: _InFlight, chunk: _Chunk) -> None:
         itemsize = segment.dtype.itemsize
