@@ -55,10 +55,11 @@ def find_fio() -> tuple[str, str]:
     return found, shown.stdout.strip()
 
 
-def free_huge_pages() -> int:
-    """Bytes in huge pages that were set aside and are free."""
-    found = dict(re.findall(r"(HugePages_Free|Hugepagesize):\s+(\d+)", Path("/proc/meminfo").read_text()))
-    return int(found.get("HugePages_Free", 0)) * int(found.get("Hugepagesize", 0)) * 1024
+def free_huge_pages(file: Path = Path("/proc/meminfo")) -> int:
+    """Bytes in huge pages that were set aside and nobody has taken or reserved."""
+    found = dict(re.findall(r"(HugePages_\w+|Hugepagesize):\s+(\d+)", file.read_text()))
+    free, reserved, size = (int(found.get(key, 0)) for key in ("HugePages_Free", "HugePages_Rsvd", "Hugepagesize"))
+    return max(0, free - reserved) * size * 1024
 
 
 def arguments(
@@ -129,7 +130,8 @@ def run_fio(
             process.kill()
             raise
     if process.returncode:
-        raise FioError(f"fio failed: {err.decode(errors='replace').strip().splitlines()[-1:] or process.returncode}")
+        lines = err.decode(errors="replace").strip().splitlines()
+        raise FioError(f"fio failed: {lines[-1] if lines else f'exit code {process.returncode}'}")
     read, write = _bandwidths(out)
     return FioResult(read=read, write=write, page_kind="hugetlb" if hugetlb else kind)
 

@@ -27,6 +27,8 @@ WARM_SHARE = 0.15
 PAGE = 4096
 RANDOM_BYTES = 8 * MIB
 MAX_THREADS = 64
+LEAST_QUEUED = MIB
+"""Bytes queued at once, at least, so that small blocks are split by the engine and not by Python."""
 REQUESTS = 8
 """Requests queued at once, at most; together about twice what may be in flight."""
 
@@ -129,6 +131,8 @@ def _engine(backend: str, block_bytes: int, depth: int, threads: int) -> AsyncIO
         backend=cast(Any, backend),
         block_bytes=block_bytes,
         queue_depth=depth,
+        max_inflight_bytes=block_bytes
+        * depth,  # the default keeps less in flight, and the depth would not be what it says
         num_threads=threads,
         inline_bytes=0,  # a waiting thread that helps out would be one more than the depth says
     )
@@ -244,7 +248,7 @@ class _Flow:
         point = trial.point
         self._inflight_bytes = point.inflight_bytes
         block = point.block_bytes
-        most = min(len(memory), 2 * point.inflight_bytes, 2 * span * len(opened)) // block
+        most = min(len(memory), max(2 * point.inflight_bytes, LEAST_QUEUED), 2 * span * len(opened)) // block
         # At least two requests, or the queue runs dry between one and the next.
         self._slots = max(1, min(REQUESTS, most))
         self._length = min(span, max(1, most // self._slots) * block)

@@ -31,7 +31,8 @@ TRIAL_S = 0.04
 SHORTEST_S = 0.02
 FIO_START_S = 0.4
 """What a run of fio takes beyond its run time."""
-FIO_ROUNDS = (3, 9)
+FIO_GRID_SHARE = 0.4
+FIO_ROUNDS = (3, 21)
 """Rounds of fio and ours in turn: at least, at most."""
 FIO_HEAD, FIO_MOST = 4, 12
 """Points that fio is tried on: those where we are fastest, and how many in all."""
@@ -84,8 +85,14 @@ class Session:
             raise
 
     def _check_space(self) -> None:
-        wanted = self.options.size_bytes * (2 if self.options.processes > 1 else 1)
+        wanted, count = self.options.size_bytes, self.options.processes
+        if count > 1:
+            wanted += count * self._bytes_of_a_process(max(self.space.blocks))
         check_space(self.folder.path, wanted, in_memory=identify(self.folder.path).file_system in ("tmpfs", "ramfs"))
+
+    def _bytes_of_a_process(self, block_bytes: int) -> int:
+        """Of the files of each process, where several run at once."""
+        return max(2 * block_bytes, self.options.size_bytes // self.options.processes) // 4096 * 4096
 
     def _new_bench(self, files: FileSet, huge_pages: bool | None, nbytes: int) -> Bench:
         return Bench(
@@ -182,7 +189,7 @@ class Session:
         """Several processes at once, each with files of its own."""
         count = self.options.processes
         available = self.watch.time.take("processes")
-        each = max(2 * point.block_bytes, self.options.size_bytes // count) // 4096 * 4096
+        each = self._bytes_of_a_process(point.block_bytes)
         orders = []
         for number in range(count):
             files = FileSet(
@@ -218,18 +225,18 @@ class Session:
             self.found.notes.append(f"no comparison with fio: {error}")
 
     def _fio_pair(self, program: str, workload: Workload, seconds: float) -> FioPair:
-        """fio over the grid for half of the time, then its best point and ours in turn."""
+        """fio over the grid for a part of the time, then its best point and ours in turn."""
         began = time.perf_counter()
         mine = self.found.best[workload].point
         points = fio_points(self.space, self.found.results, mine, workload)
-        each = max(0.1, min(1.0, 0.5 * seconds / len(points) - FIO_START_S))
+        each = max(0.1, min(0.5, FIO_GRID_SHARE * seconds / len(points) - FIO_START_S))
 
         def fio(point: Point) -> FioResult:
             return self._run_fio(program, point, workload, each)
 
         tried: dict[Point, FioResult] = {}
         for point in points:
-            if tried and time.perf_counter() - began > 0.5 * seconds:
+            if tried and time.perf_counter() - began > FIO_GRID_SHARE * seconds:
                 break
             tried[point] = fio(point)
         top = best_of_fio(tried, huge_pages=self.found.page_kind != "small")

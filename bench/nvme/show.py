@@ -9,8 +9,10 @@ from .args import Options
 from .outcome import Outcome, PathOutcome
 from .points import Workload, format_size
 from .result import aio_block
-from .verdict import Best, Summary, by_point, score, summarise
+from .verdict import Summary, by_point, score, summarise
 
+MEANINGFUL = 3
+"""Repeats from which an interval says something about other points."""
 RATE_TITLES = {
     "copy": ("memory copy", "read + written, all cores"),
     "triad": ("memory triad", "two streams read, one written"),
@@ -52,8 +54,12 @@ def _print_path(report: Reporter, options: Options, found: PathOutcome) -> None:
         f"{found.path}: {found.identity}; {how}, {found.page_kind} pages, alignment {found.created.alignment}, "
         f"space {'reserved' if found.created.preallocated else 'not reserved'}"
     )
-    columns = ("", "read GB/s", "write GB/s", "backend, block x depth", "piece takes", "in all, GB/s", "as fast")
+    columns = ("best, GB/s", "read", "write", "settings", "a piece", "likely", "n")
     report.table("best", columns, list(_best_rows(found)))
+    for line in _rival_lines(found):
+        report.line(line)
+    if found.chosen is not None:
+        _print_chosen(report, found)
     steady = found.best.get(Workload.WRITE)
     if steady is not None:
         share = found.created.first_write / steady.rate.median
@@ -85,27 +91,45 @@ def _interval(summary: Summary) -> str:
 
 def _best_rows(found: PathOutcome) -> Iterator[tuple[str, ...]]:
     for workload, one in found.best.items():
-        read = f"{one.read / 1e9:.2f}" if one.read else ""
-        write = f"{one.write / 1e9:.2f}" if one.write else ""
-        yield workload, read, write, str(one.point), format_seconds(one.latency_s), one.certainty, _others(one)
-    if found.chosen is None:
-        return
+        rate = one.rate
+        likely = f"{rate.low / 1e9:.2f}-{rate.high / 1e9:.2f} {rate.sure:.0%}" if rate.samples > 1 else "once"
+        yield (
+            str(workload),
+            _gbps(one.read),
+            _gbps(one.write),
+            str(one.point),
+            format_seconds(one.latency_s),
+            likely,
+            str(rate.samples),
+        )
+
+
+def _gbps(rate: float) -> str:
+    return f"{rate / 1e9:.2f}" if rate else ""
+
+
+def _rival_lines(found: PathOutcome) -> Iterator[str]:
+    """How sure it is that the best settings are the best."""
+    parts = []
+    for workload, one in found.best.items():
+        count = len(one.rivals)
+        others = f"{count} other settings may be" if count > 1 else "one other may be" if count else "no other is"
+        parts.append(f"{workload}: not known" if one.rate.samples < MEANINGFUL else f"{workload}: {others}")
+    yield f"as fast: {', '.join(parts)}"
+    yield ""
+
+
+def _print_chosen(report: Reporter, found: PathOutcome) -> None:
+    """What one setting for all workloads reaches."""
+    rows = []
     for workload in found.best:
         runs = found.at_chosen(workload)
-        if runs:
-            rate = summarise(run.rate for run in runs)
-            read = f"{summarise(run.read for run in runs).median / 1e9:.2f}" if workload is not Workload.WRITE else ""
-            write = f"{summarise(run.write for run in runs).median / 1e9:.2f}" if workload is not Workload.READ else ""
-            share = rate.median / found.best[workload].rate.median
-            latency = format_seconds(summarise(run.latency_s for run in runs).median)
-            yield f"{workload}, one for all", read, write, str(found.chosen), latency, f"{share:.0%} of the best", ""
-
-
-def _others(one: Best) -> str:
-    if one.rate.samples < 3:
-        return "not known"
-    count = len(one.rivals)
-    return f"{count} other{'s' if count > 1 else ''} may be" if count else "none other"
+        read, write, rate = (summarise(getattr(run, name) for run in runs).median for name in ("read", "write", "rate"))
+        latency = summarise(run.latency_s for run in runs).median
+        share = rate / found.best[workload].rate.median
+        rows.append((workload, _gbps(read), _gbps(write), f"{share:.0%}", format_seconds(latency)))
+    columns = ("GB/s", "read", "write", "of the best", "a piece")
+    report.table(f"{found.chosen}, for all", columns, rows)
 
 
 def _choice_rows(found: PathOutcome) -> Iterator[tuple[str, ...]]:

@@ -52,7 +52,7 @@ def test_a_toy_run_leaves_nothing_and_says_everything(tmp_path: Path, capsys: py
     out, err = capsys.readouterr()
     assert leftovers(tmp_path) == []
     for wanted in (
-        "kernel Linux", "best", "read, one for all", "GB/s", "first write to fresh space", "backend threads", "4 KiB",
+        "kernel Linux", "best", ", for all", "as fast: read: ", "GB/s", "first write to fresh space", "backend threads", "4 KiB",
         "wrote", "for the config", '"block_size"',
     ):  # fmt: skip
         assert wanted in out

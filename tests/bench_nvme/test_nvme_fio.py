@@ -11,7 +11,7 @@ import pytest
 from nvme_toys import TOY, leftovers, measured, point
 
 from lamina.bench.nvme import main
-from lamina.bench.nvme.fio import FioError, FioResult, arguments, find_fio, run_fio
+from lamina.bench.nvme.fio import FioError, FioResult, arguments, find_fio, free_huge_pages, run_fio
 from lamina.bench.nvme.outcome import FioPair
 from lamina.bench.nvme.points import Point, Space, Workload
 from lamina.bench.nvme.session import best_of_fio, fio_points
@@ -101,6 +101,14 @@ def test_without_fio_the_package_is_named(monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(FioError, match="package fio"):
         find_fio()
+
+
+def test_pages_that_are_spoken_for_are_not_free(tmp_path: Path) -> None:
+    info = tmp_path / "meminfo"
+    info.write_text("HugePages_Total: 300\nHugePages_Free:  200\nHugePages_Rsvd:  150\nHugepagesize:    2048 kB\n")
+    assert free_huge_pages(info) == 50 << 21
+    info.write_text("MemTotal: 1 kB\n")
+    assert free_huge_pages(info) == 0
 
 
 def test_the_command_line_of_a_point() -> None:

@@ -133,7 +133,7 @@ def data_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.glob(".lamina-nvme-*/data-*.bin"))
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_stopped_half_way_nothing_is_left(tmp_path: Path, number: signal.Signals) -> None:
     (tmp_path / "mine").write_bytes(b"untouched")
     with running(tmp_path) as process:

@@ -108,9 +108,18 @@ def test_the_rate_is_bytes_over_time(bench: Bench, backend: str, monkeypatch: py
     assert moved / found.read < found.cost_s
 
 
-def test_the_queue_is_kept_full(bench: Bench, backend: str) -> None:
-    found = bench.run(Trial(workload=Workload.READ, point=point(backend, 64 * K, 8), seconds=0.2))
-    assert found.depth > 6.5
+@pytest.mark.parametrize("at", [(64 * K, 8), (512 * K, 4), (M, 1)])
+def test_the_queue_is_kept_full(bench: Bench, backend: str, at: tuple[int, int]) -> None:
+    found = bench.run(Trial(workload=Workload.READ, point=point(backend, *at), seconds=0.2))
+    assert found.depth > 0.8 * at[1]
+
+
+def test_much_in_flight_is_not_cut_down(tmp_path: Path, backend: str) -> None:
+    files = FileSet(paths=(tmp_path / "a",), file_bytes=32 * M)
+    with Bench(files, buffer_bytes=32 * M) as made:
+        create_files(files, made.buffer.view, backend=backend, check=fine)
+        found = made.run(Trial(workload=Workload.READ, point=point(backend, 2 * M, 8), seconds=0.1))
+    assert found.depth > 6
 
 
 def offsets_of(
@@ -144,6 +153,12 @@ def test_requests_stay_inside_the_files_and_the_region(
     if span is None and at[0] < M:
         for direction in ("read", "write"):
             assert len({offset for way, _, offset, _ in seen if way == direction}) > 1
+
+
+def test_small_blocks_are_split_by_the_engine(bench: Bench, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    trial = Trial(workload=Workload.READ, point=point(backend, 4 * K, 1), seconds=0.03)
+    seen = offsets_of(bench, trial, monkeypatch, None)
+    assert {length for _, _, _, length in seen} == {measure.LEAST_QUEUED // measure.REQUESTS}
 
 
 def test_a_block_as_large_as_the_file_works(bench: Bench, backend: str) -> None:
