@@ -183,7 +183,8 @@ def open_file(
 def _finish(
     fd: int, path: str, status: os.stat_result, writable: bool, direct: bool | None, preallocated: bool, note: str
 ) -> Opened:
-    file_system = file_system_name(fd)
+    # A device node lies in a tmpfs, which says nothing about the device.
+    file_system = "a block device" if stat.S_ISBLK(status.st_mode) else file_system_name(fd)
     direct_fd, offset_align, memory_align, reason = -1, 1, 1, "buffered, as asked"
     if direct is not False:
         direct_fd, offset_align, memory_align, reason = _go_direct(fd, path, writable, file_system)

@@ -13,6 +13,10 @@ static uint64_t least(uint64_t a, uint64_t b) {
     return a < b ? a : b;
 }
 
+static uint64_t most(uint64_t a, uint64_t b) {
+    return a > b ? a : b;
+}
+
 static uint64_t round_down(uint64_t value, uint64_t unit) {
     return value - value % unit;
 }
@@ -184,7 +188,8 @@ enum piece_verdict piece_advance(struct piece *p, int64_t outcome) {
     if (!grown)
         return stopped(p);
     struct file *file = p->request->file;
-    uint64_t unit = reading ? file->spec.offset_align : file->write_block;
+    /* What is left must again be aligned, in the file and in memory. */
+    uint64_t unit = most(file->spec.offset_align, file->spec.memory_align);
     p->moved = extend || !file->spec.direct ? total : round_down(total, unit);
     if (extend)
         aim(p, p->user, whole, p->user_offset);

@@ -57,7 +57,7 @@ def test_a_seccomp_filter_leads_to_threads_and_a_reason(number: str, tmp_path: P
     ],
 )
 def test_the_tests_pass_under_a_seccomp_filter(number: str, choice: str, tmp_path: Path) -> None:
-    names = ["transfers"] if choice else ["transfers", "failures", "limits", "scheduling", "model", "opening"]
+    names = ["transfers"] if choice else ["transfers", "failures", "scheduling", "model", "opening"]
     tests = [str(HERE / f"test_aio_{name}.py") for name in names]
     options = ["-q", "-p", "no:cacheprovider", f"--basetemp={tmp_path / 'child'}", "-k", choice]
     done = banned(number, "-m", "pytest", *options, *tests)

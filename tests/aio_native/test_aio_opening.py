@@ -195,3 +195,28 @@ def test_a_full_disk_shows_at_open_and_as_one_clear_error_later(io: AsyncIO, tmp
             assert io.read(sparse, bytearray(4096)).wait() == 4096  # all goes on
     finally:
         subprocess.run(["umount", str(mount)], check=True)
+
+
+@pytest.mark.root
+def test_a_block_device_is_direct_to_its_last_byte(io: AsyncIO, tmp_path: Path) -> None:
+    image = tmp_path / "image"
+    with image.open("wb") as file:
+        file.truncate((8 << 20) + 512)  # the last page of the device is not whole
+    done = subprocess.run(["losetup", "-f", "--show", str(image)], capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip(f"losetup failed: {done.stderr.strip()}")
+    device = done.stdout.strip()
+    try:
+        with io.open(device, writable=True) as file:
+            assert file.direct
+            end, data = file.size, os.urandom(1_000_003)
+            for offset in (0, 777, end - len(data)):
+                assert io.write(file, data, offset).wait() == len(data)
+                back = bytearray(len(data))
+                assert io.read(file, back, offset).wait() == len(data)
+                assert back == data
+            with pytest.raises(AsyncIOError) as caught:
+                io.write(file, data, end - 1000).wait()
+            assert (caught.value.errno, caught.value.got) == (errno.ENOSPC, 1000)
+    finally:
+        subprocess.run(["losetup", "-d", device], check=True)
