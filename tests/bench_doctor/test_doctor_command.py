@@ -77,16 +77,23 @@ def test_without_environment_and_by_full_path(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", ["EPERM", "ENOSYS"])
 def test_where_io_uring_is_forbidden_threads_do_and_the_cause_is_named(tmp_path: Path, number: str) -> None:
-    config = tmp_path / "config.json"
-    config.write_text(json.dumps({"train_batch_size": 1, "tiers": {"nvme": [str(tmp_path)], "io_backend": "uring"}}))
-    code, result = doctor("--config", str(config), launcher=(str(RING_BAN), number))
-    ring = named(result, "io_uring")
+    ban = (
+        f"import errno; sys.path.insert(0, {str(RING_BAN.parent)!r}); import ring_ban; ring_ban.forbid(errno.{number})"
+    )
+    found = {one["name"]: one for one in in_child(f"doctor_io.check_backends(Path({str(tmp_path)!r}))", ban)}
+    ring = found["io_uring"]
     assert ring["state"] == "warn"
     assert "seccomp" in ring["text"]
     assert "kernel.io_uring_disabled" in ring["text"]
     assert "seccomp" in ring["mend"] or "sysctl" in ring["mend"]
-    assert named(result, "backend")["text"].startswith('"auto" takes threads')
-    assert named(result, "threads")["state"] == "ok"
+    assert found["threads"]["state"] == "ok"
+    assert found["backend"]["text"].startswith('"auto" takes threads')
+
+
+def test_a_config_that_insists_on_a_forbidden_ring_is_a_problem(tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({"train_batch_size": 1, "tiers": {"nvme": [str(tmp_path)], "io_backend": "uring"}}))
+    code, result = doctor("--config", str(config), launcher=(str(RING_BAN), "EPERM"))
     forced = named(result, "tiers.io_backend")
     assert (code, result["ok"], forced["state"]) == (1, False, "fail")
     assert 'tiers.io_backend "auto"' in forced["mend"]
