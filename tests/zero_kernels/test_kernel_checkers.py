@@ -42,6 +42,8 @@ def paths() -> list[str]:
     return [NUMBERS[p] for p in available_paths()]
 
 
+@pytest.mark.slow  # builds the kernels once more
+@pytest.mark.timeout(600)
 def test_all_paths_have_one_checksum(tmp_path):
     driver = build("gcc", tmp_path / "driver", "-O2")
     assert len(checksums(run([str(driver), *paths()]))) == 1

@@ -116,9 +116,36 @@ INLINE void adam_vector(const adam_constants *c, const adam_planes *at, int64_t 
     adam_store_master(at, i, k, master);
 }
 
+/* Asks for the lines of `count` elements, AHEAD elements further on (a prefetch past the end does no harm).
+ * The processor's own prefetchers follow few streams and stop at 4 KiB: with five to eight streams this was
+ * worth 5 to 20 % on planes beyond the cache. */
+enum { AHEAD = 512, LINE = 64 };
+
+INLINE void prefetch(const void *plane, int64_t i, size_t size, size_t count, int written) {
+    uintptr_t address = (uintptr_t)plane + ((size_t)i + AHEAD) * size;
+    for (size_t line = 0; line < size * count; line += LINE)
+        if (written)
+            __builtin_prefetch((const void *)(address + line), 1);
+        else
+            __builtin_prefetch((const void *)(address + line), 0);
+}
+
+INLINE void adam_prefetch(const adam_planes *at, int64_t i, size_t count, adam_variant k) {
+    prefetch(at->grad, i, lk_itemsize(k.grad_dtype), count, 0);
+    prefetch(at->exp_avg, i, 4, count, 1);
+    prefetch(at->exp_avg_sq, i, 4, count, 1);
+    prefetch(at->param, i, lk_itemsize(k.param_dtype), count, 1);
+    if (k.master_kind == LK_SPLIT)
+        prefetch(at->remainder, i, 2, count, 1);
+    if (k.master_kind == LK_COPY)
+        prefetch(at->master, i, 4, count, 1);
+}
+
 /* Two vectors: one look for NaN (the sum of opposite infinities is one too: harmless), stores of whole lines.
  */
 INLINE void adam_pair(const adam_constants *c, const adam_planes *at, int64_t i, adam_variant k) {
+    if (LANES > 1)
+        adam_prefetch(at, i, 2 * LANES, k);
     vf first = adam_moments_and_master(c, at, i, k);
     vf second = adam_moments_and_master(c, at, i + LANES, k);
     if (ROOT_GUARDED && __builtin_expect(vf_any_nan(vf_add(first, second)), 0)) {
