@@ -105,7 +105,8 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--plot", type=Path, metavar="FILE.png", help="bytes by tier and seconds by channel")
     group.add_argument("--emit-config", type=Path, metavar="FILE", help="write a config for initialize()")
     group.add_argument("--json", action="store_true", help="one line of JSON on stdout, the rest on stderr")
-    group.add_argument("--quick", action="store_true", help="checks only: fewer configurations")
+    group.add_argument("--quick", action="store_true", help="check only: two small configurations")
+    group.add_argument("--only", metavar="REGEX", help="check only: configurations whose label matches")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -116,7 +117,7 @@ def main(argv: Sequence[str]) -> int:
         # Only the check trains anything, so only it needs torch.
         from lamina.bench.plan_check import check
 
-        return check(report, nvme_path=given.nvme_path, quick=given.quick)
+        return check(report, nvme_path=given.nvme_path, quick=given.quick, only=given.only)
     question = question_of(given)
     answer = plan(question)
     # All that may be refused comes before the first line of output.

@@ -7,6 +7,7 @@ The arenas' own peaks, the growth of resident memory and the step time are held 
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -28,6 +29,7 @@ from lamina.engine.planner import (
     Option,
     Phase,
     Placement,
+    PlanError,
     Question,
     Workload,
     emit_config,
@@ -44,7 +46,7 @@ BYTES_TOLERANCE, RSS_TOLERANCE, TIME_TOLERANCE = 0.03, 0.10, 0.20
 ENGINE_BYTES = 24 << 20
 """Ring, threads' stacks, kernels and bookkeeping of an engine beyond its arenas, in a process that has
 torch."""
-STEPS = 5
+STEPS = 3
 TIMEOUT_S = 300
 SHAPE = GPTShape(layers=8, dim=512, heads=8, seq=256)
 
@@ -152,17 +154,20 @@ class Verdict:
         )
 
 
-def check(report: Reporter, *, nvme_path: str | None = None, quick: bool = False) -> int:
-    """Run all trials; returns 0 when every prediction is within tolerance."""
+def check(report: Reporter, *, nvme_path: str | None = None, quick: bool = False, only: str | None = None) -> int:
+    """Run the trials, with `only` those whose label matches; returns 0 when every prediction is within
+    tolerance."""
+    chosen = [trial for trial in (few_trials() if quick else trials()) if re.search(only or "", trial.label)]
+    if not chosen:
+        raise PlanError(f"--only {only!r}: no configuration matches; labels are such as {Trial().label!r}")
     report.machine()
-    chosen = list(few_trials() if quick else trials())
     with tempfile.TemporaryDirectory(prefix="lamina-plan-", dir=nvme_path or ".") as folder:
         disk = disk_rates(Path(folder))
         verdicts = []
         with report.progress(len(chosen), title="training") as progress:
             for trial in chosen:
                 verdicts.append(try_out(trial, Path(folder), disk))
-                progress.advance(trial.label)
+                progress.advance(f"{trial.label}: {'holds' if verdicts[-1].holds else 'does not hold'}")
     print_verdicts(report, verdicts)
     report.json({"trials": [verdict_data(verdict) for verdict in verdicts]})
     return 0 if all(verdict.holds for verdict in verdicts) else 1
