@@ -8,83 +8,103 @@ from typing import Any
 import torch
 from torch import nn
 
-from lamina.aio_native import AsyncIO
-from lamina.tiers import Budgets, DiskSpeed, NvmePath, Placement, Spans, Tier, Wishes, probe_disk
-from lamina.tiers.gpu import Accelerator
-from lamina.zero import AdamDefaults, Ranks, ZeroOptions, ZeroRuntime
+from lamina.tiers import DiskSpeed, Spans, probe_disk
+from lamina.zero import Ranks, ZeroOptions, ZeroRuntime
+from lamina.zero.whole_state_dict import guard_state_dict, is_placeholder
 
+from .arguments import config_of, join_ranks, place_among_ranks, refuse_arguments
 from .config import ConfigError, EngineConfig
-from .config.optimizer import AdamConfig
-from .data import build_dataloader
+from .data import ResumableLoader, build_dataloader
+from .loss_scale import DynamicLossScaler, LossScaler, ScalePolicy, StaticLossScaler
 from .lr_schedules import make_schedule
-from .training import TrainingEngine, TrainingPlan
-
-TORCH_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-STATE_PLANE_NAMES = ("remainder", "master", "exp_avg", "exp_avg_sq")
+from .monitors import open_monitors
+from .optimizer_choice import choose_optimizer
+from .plan_text import plan_text
+from .training import TrainingEngine
+from .zero_options import check_paths, zero_options
 
 
 def initialize(
-    model: nn.Module,
+    model: nn.Module | None = None,
     model_parameters: Iterable[Any] | None = None,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: torch.optim.Optimizer | Callable[[list[Any]], torch.optim.Optimizer] | None = None,
     training_data: Any = None,
     lr_scheduler: Any = None,
-    config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+    config: str | os.PathLike[str] | Mapping[str, Any] | EngineConfig | None = None,
     *,
     collate_fn: Callable[[list[Any]], Any] | None = None,
+    seed: int = 0,
+    resume: bool | None = None,
+    save_on_stop: str | os.PathLike[str] | None = None,
+    handle_signals: bool = True,
     trace: bool = False,
+    args: Any = None,
+    config_params: Any = None,
+    dist_init_required: bool | None = None,
+    distributed_port: int | None = None,
+    mpu: Any = None,
+    mesh_param: Any = None,
 ) -> tuple[TrainingEngine, Any, Any, Any]:
     """Make an engine. Returns (engine, optimizer, dataloader, lr_scheduler); what was not asked for is None.
 
     ``model_parameters``: parameters or param groups, as for a torch optimizer (default: all that require gradients).
-    ``optimizer``: a torch Adam or AdamW whose param groups and hyper-parameters are taken over; else the config's.
-    ``lr_scheduler``: a torch scheduler factory taking the optimizer, or the config's ``scheduler`` block.
-    ``config``: the path of a JSON file or a mapping in DeepSpeed's dialect. ``trace``: keep spans for ``write_trace``.
+    ``optimizer``: a torch optimizer, or a callable that makes one from param groups; else the config's. Adam and AdamW are
+    taken over (groups, rates) and run on any tier; others run as they are where all state stays in memory.
+    ``lr_scheduler``: a torch scheduler, or a callable that makes one from the optimizer; else the config's.
+    ``config``: the path of a JSON file or a mapping in DeepSpeed's dialect; ``config_params`` and ``args.deepspeed_config``
+    are DeepSpeed's other ways to name it.
+    ``training_data``: a dataset; ``seed`` shuffles it.
+    ``resume``: with ``tiers.keep_state``, go on from the last committed generation that the job's folders hold (True: it must
+    be there; False: start anew, dropping it; None: start where there is none, and refuse to drop one).
+    ``save_on_stop``: save a checkpoint there when SIGINT or SIGTERM ends training; ``handle_signals``: see
+    [Note: stop signals]. ``trace``: keep spans for ``write_trace``.
+    ``dist_init_required``: None joins the ranks that torchrun started, if nobody has.
 
     Raises ConfigError (all problems of the config at once), PlacementError (budgets that cannot work, with the sum),
-    OSError (paths), TypeError (parameters that cannot be trained). Nothing is left behind when it raises.
+    StoreError (folders), TypeError (parameters that cannot be trained). Nothing is left behind when it raises.
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"model is {type(model).__name__}: want a torch.nn.Module")
-    if config is None:
-        raise ValueError('config is missing: pass the path of a JSON file or a mapping, {"train_batch_size": 8, …}')
-    world_size = _world_size()
-    settings = EngineConfig.load(config, world_size=world_size, resolve=_model_facts(model))
-    adam, params = _adam_of(settings, optimizer, model_parameters, model)
-    options = _zero_options(settings, adam, trains=params is not None)
-    ranks = Ranks.of_process(options.accelerator.device if options.accelerator is not None else None)
-    runtime = ZeroRuntime(model, params, options, ranks=ranks, spans=Spans(enabled=trace))
-    try:
+        hint = "; DeepSpeed's first argument is passed as args=" if hasattr(model, "__dict__") else ""
+        raise TypeError(f"model is {type(model).__name__}: want a torch.nn.Module{hint}")
+    refuse_arguments(mpu=mpu, mesh_param=mesh_param)
+    source = config_of(config, config_params, args)
+    join_ranks(dist_init_required, distributed_port)
+    rank, world_size = place_among_ranks()
+    settings = EngineConfig.load(source, world_size=world_size, resolve=_model_facts(model))
+    _refuse_placeholders(model)
+    choice = choose_optimizer(settings, optimizer, model_parameters, model)
+    if choice.client is not None:
+        raise ConfigError([("optimizer.type", f"{type(choice.client).__name__} is not offered yet: write Adam or AdamW")])
+    if resume is not None:
+        raise ValueError("resume is not offered yet: leave it out")
+    options = zero_options(settings, choice)
+    check_paths(settings)
+    with contextlib.ExitStack() as undo:
+        monitors = open_monitors(settings, rank=rank)
+        undo.callback(monitors.close)
+        ranks = Ranks.of_process(options.accelerator.device if options.accelerator is not None else None)
+        runtime = ZeroRuntime(model, choice.params, options, ranks=ranks, spans=Spans(enabled=trace))
+        undo.callback(runtime.close)
+        guard_state_dict(model)
+        loader = _loader(settings, training_data, ranks, collate_fn, seed)
         engine = TrainingEngine(
             module=model,
             config=settings,
             runtime=runtime,
-            optimizer=runtime.optimizer,
-            lr_scheduler=None,
-            plan=_plan_text(settings, runtime.placement, runtime),
+            scaler=_scaler(settings),
+            plan=plan_text(settings, runtime),
             disks=_measure_disks(options, runtime),
+            monitors=monitors,
+            training_dataloader=loader,
+            save_on_stop=save_on_stop,
+            handle_signals=handle_signals,
         )
+        undo.callback(engine.close)
         engine.lr_scheduler = _scheduler(settings, lr_scheduler, runtime.optimizer)
-        loader = None
-        if training_data is not None:
-            loader = build_dataloader(
-                training_data,
-                micro_batch_size=settings.train_micro_batch_size_per_gpu,
-                rank=ranks.rank,
-                world_size=world_size,
-                collate_fn=collate_fn,
-                drop_last=settings.dataloader_drop_last,
-            )
-    except BaseException:
-        runtime.close()
-        raise
-    return engine, runtime.optimizer, loader, engine.lr_scheduler
-
-
-def _world_size() -> int:
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return torch.distributed.get_world_size()
-    return 1
+        if settings.dump_state and ranks.rank == 0:
+            print(f"{settings.describe()}\n{engine.plan}", flush=True)
+        undo.pop_all()
+    return engine, choice.shown(runtime.optimizer), loader, engine.lr_scheduler
 
 
 def _model_facts(model: nn.Module) -> dict[str, Any]:
@@ -93,61 +113,37 @@ def _model_facts(model: nn.Module) -> dict[str, Any]:
     return {"hidden_size": hidden} if isinstance(hidden, int) else {}
 
 
-# -- optimizer ---------------------------------------------------------------------------------------------
+def _refuse_placeholders(model: nn.Module) -> None:
+    gone = [name for name, parameter in model.named_parameters() if is_placeholder(parameter)]
+    if gone:
+        raise ValueError(
+            f"{len(gone)} parameters, {gone[0]} first, are placeholders of an engine that was closed: build the model anew"
+        )
 
 
-def _adam_of(
-    settings: EngineConfig, optimizer: torch.optim.Optimizer | None, model_parameters: Any, model: nn.Module
-) -> tuple[AdamDefaults, Any]:
-    """The hyper-parameters and the parameters to train; (defaults, None) when there is no optimizer at all."""
-    configured = settings.optimizer
-    if optimizer is not None:
-        if configured is not None:
-            raise ConfigError(
-                [
-                    (
-                        "optimizer",
-                        "is given in the config and as initialize(optimizer=...): keep one of the two",
-                    )
-                ]
-            )
-        if not isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
-            raise TypeError(
-                f"optimizer is {type(optimizer).__name__}: torch.optim.Adam and AdamW can be taken over; "
-                f'other classes are not offered yet, write "optimizer" in the config'
-            )
-        if any(group.get("amsgrad") for group in optimizer.param_groups):
-            raise ValueError("optimizer: amsgrad=True is not offered: use amsgrad=False")
-        if optimizer.state:
-            raise ValueError("optimizer has already taken steps: pass a fresh one and load its state afterwards")
-        decoupled = isinstance(optimizer, torch.optim.AdamW) or optimizer.defaults.get("decoupled_weight_decay", False)
-        kept = ("lr", "betas", "eps", "weight_decay", "maximize")
-        groups = [{"params": group["params"], **{key: group[key] for key in kept}} for group in optimizer.param_groups]
-        return AdamDefaults(adamw_mode=decoupled), groups
-    if configured is None:
-        return AdamDefaults(), None
-    if not isinstance(configured, AdamConfig):
-        raise ConfigError([("optimizer.type", f"{configured.type} is not offered yet: write Adam or AdamW")])
-    given = configured.params
-    defaults = AdamDefaults(
-        lr=given.lr,
-        betas=(given.betas[0], given.betas[1]),
-        eps=given.eps,
-        weight_decay=given.weight_decay,
-        adamw_mode=configured.adamw_mode,
-        bias_correction=given.bias_correction,
-        maximize=given.maximize,
+def _scaler(settings: EngineConfig) -> LossScaler:
+    fp16 = settings.fp16
+    if not fp16.enabled:
+        return StaticLossScaler()
+    if fp16.loss_scale:
+        return StaticLossScaler(fp16.loss_scale)
+    return DynamicLossScaler(
+        ScalePolicy(
+            initial_scale=2.0**fp16.initial_scale_power,
+            window=fp16.loss_scale_window,
+            hysteresis=fp16.hysteresis,
+            consecutive_hysteresis=fp16.consecutive_hysteresis,
+            min_scale=fp16.min_loss_scale,
+        )
     )
-    params = list(model_parameters) if model_parameters is not None else list(model.parameters())
-    if params and not isinstance(params[0], dict):
-        params = [parameter for parameter in params if parameter.requires_grad]
-    if not params:
-        raise ValueError("no parameter requires a gradient: unfreeze some, or give no optimizer for forward-only use")
-    return defaults, params
 
 
 def _scheduler(settings: EngineConfig, given: Any, optimizer: Any) -> Any:
     if given is not None:
+        if settings.scheduler is not None:
+            raise ConfigError(
+                [("scheduler", "is given in the config and as initialize(lr_scheduler=...): keep one of the two")]
+            )
         return given(optimizer) if callable(given) and not hasattr(given, "step") else given
     if settings.scheduler is None or optimizer is None:
         return None
@@ -155,110 +151,20 @@ def _scheduler(settings: EngineConfig, given: Any, optimizer: Any) -> Any:
     return make_schedule(block.type, block.params.model_dump(), optimizer)
 
 
-# -- options of the layers below ---------------------------------------------------------------------------
-
-
-def _zero_options(settings: EngineConfig, adam: AdamDefaults, *, trains: bool) -> ZeroOptions:
-    tiers = settings.tiers
-    dtype = TORCH_DTYPE[settings.compute_dtype]
-    nvme = [NvmePath(path=str(entry.path), bytes=entry.bytes) for entry in settings.nvme_paths]
-    with_grad_window = settings.gradient_accumulation_steps > 1 or settings.data_types.grad_accum_dtype is not None
-    overlap = _overlap(settings)
-    accelerator = _accelerator()
-    return ZeroOptions(
-        accelerator=accelerator,
-        stage=settings.zero_optimization.stage,
-        compute_dtype=dtype if settings.compute_dtype != "fp32" else None,
-        grad_dtype=TORCH_DTYPE[settings.grad_accum_dtype] if with_grad_window else None,
-        budgets=Budgets(device_bytes=tiers.device_bytes, host_bytes=tiers.host_bytes),
-        wishes=Wishes(
-            param_tiers=_tiers_for(settings, "param", bool(nvme)),
-            state_tiers=_state_tiers(settings, bool(nvme), separate=accelerator is not None),
-            overlap_update=overlap,
-            separate_device=accelerator is not None,
-            in_place_tiers=_in_place_tiers(settings, separate=accelerator is not None),
-            sub_group_numel=settings.zero_optimization.sub_group_size,
-            # Gradients of several micro-batches add up and are kept anyway; else they are given up where memory is short.
-            retain_gradients=tiers.host_bytes is None or settings.gradient_accumulation_steps > 1,
-        ),
-        trains=trains,
-        nvme=nvme,
-        job=tiers.job,
-        generations=tiers.generations,
-        verify=tiers.verify,
-        keep_state=tiers.keep_state,
-        lookahead=64 if tiers.lookahead == "auto" else tiers.lookahead,
-        clip_norm=settings.gradient_clipping,
-        adam=adam,
-        open_io=lambda: AsyncIO(
-            backend=tiers.io_backend,
-            block_bytes=settings.aio.block_size,
-            queue_depth=settings.aio.queue_depth,
-        ),
-    )
-
-
-def _overlap(settings: EngineConfig) -> bool:
-    """Whether updates may start under the backward pass; asking for it where it cannot be is refused."""
-    wanted = settings.tiers.overlap_update
-    obstacles = []
-    if settings.gradient_clipping > 0:
-        obstacles.append("gradient_clipping needs the norm of all gradients first (write 0, or overlap_update: auto)")
-    if settings.fp16.enabled:
-        obstacles.append("fp16's loss scaler must see all gradients first (use bf16, or overlap_update: auto)")
-    if settings.tiers.generations == 1:
-        obstacles.append("generations: 1 updates in place, which cannot be undone (write 2)")
-    if wanted is True and obstacles:
-        raise ConfigError([("tiers.overlap_update", obstacle) for obstacle in obstacles])
-    return wanted is not False and not obstacles
-
-
-def _accelerator() -> Accelerator | None:
-    """This rank's GPU, where torch has any; else compute runs on the CPU, in the host's memory."""
-    if not torch.cuda.is_available():
+def _loader(
+    settings: EngineConfig, data: Any, ranks: Ranks, collate_fn: Callable[[list[Any]], Any] | None, seed: int
+) -> ResumableLoader | None:
+    if data is None:
         return None
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    device = torch.device("cuda", local_rank % torch.cuda.device_count())
-    torch.cuda.set_device(device)
-    return Accelerator(device)
-
-
-def _in_place_tiers(settings: EngineConfig, *, separate: bool) -> tuple[Tier, ...]:
-    """Where compute can use parameters as they lie: nowhere when every rank has only a shard of them."""
-    if settings.world_size > 1 and settings.zero_optimization.stage == 3:
-        return ()
-    return (Tier.DEVICE,) if separate else (Tier.DEVICE, Tier.HOST)
-
-
-def _state_tiers(settings: EngineConfig, has_nvme: bool, *, separate: bool) -> tuple[Tier, ...]:
-    """Tiers for optimizer state: the update runs on the CPU, so not in a GPU's memory; the plan shows where it went."""
-    tiers = _tiers_for(settings, "exp_avg", has_nvme)
-    if not separate:
-        return tiers
-    return tuple(tier for tier in tiers if tier is not Tier.DEVICE) or (Tier.HOST,)
-
-
-def _tiers_for(settings: EngineConfig, plane: str, has_nvme: bool) -> tuple[Tier, ...]:
-    """Tiers that a plane may live on, fastest first."""
-    asked = settings.placement()
-    names = STATE_PLANE_NAMES if plane == "exp_avg" else (plane,)
-    choices = {repr(asked[name]): asked[name] for name in names}  # type: ignore[index]
-    if len(choices) > 1 or any(isinstance(choice, dict) for choice in choices.values()):
-        raise ConfigError(
-            [
-                (
-                    "tiers.placement",
-                    f'{", ".join(names)} must share one tier, without fractions: write "auto" or one tier for all',
-                )
-            ]
-        )
-    (choice,) = choices.values()
-    if choice == "auto":
-        return (Tier.DEVICE, Tier.HOST, Tier.NVME) if has_nvme else (Tier.DEVICE, Tier.HOST)
-    return (Tier(str(choice)),)
-
-
-# -- disks and the plan ------------------------------------------------------------------------------------------------
+    return build_dataloader(
+        data,
+        micro_batch_size=settings.train_micro_batch_size_per_gpu,
+        rank=ranks.rank,
+        world_size=ranks.world_size,
+        collate_fn=collate_fn,
+        drop_last=settings.dataloader_drop_last,
+        seed=seed,
+    )
 
 
 def _measure_disks(options: ZeroOptions, runtime: ZeroRuntime) -> list[DiskSpeed]:
@@ -270,36 +176,3 @@ def _measure_disks(options: ZeroOptions, runtime: ZeroRuntime) -> list[DiskSpeed
         with contextlib.suppress(OSError):
             disks.append(probe_disk(runtime.io, path.path))
     return disks
-
-
-def _plan_text(settings: EngineConfig, placement: Placement, runtime: ZeroRuntime) -> TrainingPlan:
-    lines = []
-    tiers: dict[str, Any] = {}
-    for tier, items, budget, arena in (
-        (Tier.DEVICE, placement.device_items, settings.tiers.device_bytes, runtime.device),
-        (Tier.HOST, placement.host_items, settings.tiers.host_bytes, runtime.host),
-        (Tier.NVME, placement.nvme_items, None, None),
-    ):
-        total = sum(items.values())
-        limit = f" of {budget:,}" if budget is not None else ""
-        pages = f", {arena.page_kind} pages" if arena is not None and arena.nbytes else ""
-        lines.append(f"{tier}: {total:,}{limit} bytes{pages}")
-        lines += [f"    {size:>16,}  {name}" for name, size in items.items()]
-        tiers[str(tier)] = {"bytes": total, "budget": budget, "items": dict(items)}
-    homes: dict[str, dict[str, str]] = {}
-    for segment in runtime.segments:
-        homes[segment.name] = {"param": str(segment.param_tier), "state": str(segment.state_tier)}
-    streamed = sum(1 for segment in runtime.segments if not segment.in_place)
-    lines.append(f"{streamed} of {len(homes)} segments are fetched for use, the others are at home in memory")
-    lines.append(
-        f"updates go through {placement.staging_count} buffers of {placement.sub_group_numel:,} elements"
-        if placement.staging_count
-        else "updates run in place in memory"
-    )
-    if runtime.io is not None:
-        lines.append(f"I/O backend: {runtime.io.backend}")
-    lines.append(
-        "updates start under the backward pass" if runtime.early_segments else "updates start after the backward pass"
-    )
-    lines += list(placement.reasons)
-    return TrainingPlan(text="\n".join(lines), placement={"tiers": tiers, "homes": homes})

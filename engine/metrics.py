@@ -31,6 +31,7 @@ class StepMetrics:
     lr: float = 0.0
     loss_scale: float = 1.0
     skipped: bool = False
+    loss: float | None = None  # mean over the window, where a monitor or progress line asked for it
 
     @property
     def lower_bound_ratio(self) -> float:

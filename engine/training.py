@@ -1,45 +1,44 @@
 """The training engine: forward, backward, step, and what they cost."""
 
+import os
 import time
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import nn
 
-from lamina.tiers import DiskSpeed, Tier
+from lamina.tiers import DiskSpeed
 from lamina.zero import TieredAdam, ZeroRuntime
+from lamina.zero.checkpoint_target import refresh_homes
 
+from .checkpoint.loading import LoadReport, load_checkpoint
+from .checkpoint.progress import generation_meta
+from .checkpoint.saving import save_checkpoint
 from .config import EngineConfig
-from .metrics import StepCosts, StepMetrics, lower_bound
+from .data import ResumableLoader
+from .export import save_pretrained
+from .face import EngineFace, cast_floating, loss_of
+from .loss_scale import LossScaleError, LossScaler
+from .meter import StepFacts, StepMeter
+from .metrics import StepMetrics
+from .monitors import Monitors
+from .plan_text import TrainingPlan
+from .pretrained import load_pretrained
+from .progress_lines import progress_lines
+from .schedule_step import advance_schedule
+from .shutdown import StopSignals
+from .window import AccumulationWindow
 
 
-@dataclass(kw_only=True)
-class _Clock:
-    """Seconds since the last optimizer step, by phase."""
-
-    began: float
-    forward_s: float = 0.0
-    backward_s: float = 0.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainingPlan:
-    """The placement, ready to be printed."""
-
-    text: str
-    placement: dict[str, Any]
-
-    def __str__(self) -> str:
-        return self.text
-
-
-class TrainingEngine:
+class TrainingEngine(EngineFace):
     """Trains one module whose state lies on several tiers. Made by ``initialize``; also a context manager.
 
     ``engine(batch)`` is the forward pass of one micro-batch, ``backward(loss)`` its backward pass and ``step()`` acts
-    at the accumulation boundary only.
+    at the accumulation boundary only (see [Note: accumulation window]). ``global_steps`` counts boundaries, skipped ones
+    included, as DeepSpeed does; ``skipped_steps`` those whose gradient was not finite.
     """
 
     def __init__(
@@ -48,28 +47,47 @@ class TrainingEngine:
         module: nn.Module,
         config: EngineConfig,
         runtime: ZeroRuntime,
-        optimizer: TieredAdam | None,
-        lr_scheduler: Any,
+        scaler: LossScaler,
         plan: TrainingPlan,
         disks: list[DiskSpeed],
+        monitors: Monitors,
+        training_dataloader: ResumableLoader | None = None,
+        save_on_stop: str | os.PathLike[str] | None = None,
+        handle_signals: bool = True,
     ) -> None:
         self.module = module
         self.config = config
         self.plan = plan
-        self.optimizer = optimizer
-        self.lr_scheduler = lr_scheduler
-        self.micro_steps = 0
+        self.optimizer: TieredAdam | None = runtime.optimizer
+        self.lr_scheduler: Any = None
+        self.training_dataloader = training_dataloader
         self.global_steps = 0
         self.skipped_steps = 0
-        self._runtime = runtime
-        self._disks = disks
-        self._clock = _Clock(began=time.perf_counter())
+        self.load_report: LoadReport | None = None
+        self.runtime = runtime
+        self.scaler = scaler
+        self.window = AccumulationWindow(config.gradient_accumulation_steps)
+        self._meter = StepMeter(runtime, disks)
+        self._monitors = monitors
         self._metrics: StepMetrics | None = None
+        self._losses: list[torch.Tensor] = []
+        self._batches: Iterator[Any] | None = None
         self._applied = False
         self._closed = False
-        self._io_before = self._io_bytes()
-        if optimizer is not None:
-            optimizer.generation_meta = self._generation_meta
+        self._broken = ""
+        self._busy = False
+        if self.optimizer is not None and config.tiers.keep_state:
+            self.optimizer.generation_meta = lambda: generation_meta(self)
+        self._signals: StopSignals | None = None
+        if handle_signals:
+            me = weakref.ref(self)
+
+            def stop() -> None:
+                engine = me()
+                if engine is not None:
+                    engine._stop(save_on_stop)
+
+            self._signals = StopSignals(is_busy=lambda: (engine := me()) is not None and engine._busy, stop=stop)
 
     # -- the three calls -----------------------------------------------------------------------------------------------
 
@@ -78,20 +96,36 @@ class TrainingEngine:
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module on one micro-batch and return what it returns, unscaled."""
-        self._refuse_closed("forward")
+        self._refuse_unusable("forward")
         began = time.perf_counter()
-        with self._runtime.forward_context():
+        self._busy = self._busy or self.module.training
+        if self.config.fp16.enabled and self.config.fp16.auto_cast:
+            args, kwargs = cast_floating(args, torch.float16), cast_floating(kwargs, torch.float16)
+        with self.runtime.forward_context():
             output = self.module(*args, **kwargs)
         if self.module.training:
-            self._clock.forward_s += time.perf_counter() - began
+            self._meter.clock.forward_s += time.perf_counter() - began
         return output
 
-    def backward(self, loss: torch.Tensor, *, retain_graph: bool = False) -> torch.Tensor:
+    def scale(self, loss: torch.Tensor, *, scale_wrt_gas: bool = True) -> torch.Tensor:
+        """The loss (or any output) as its ``backward`` must be called on by hand: divided by the accumulation steps and,
+        in fp16, multiplied by the loss scale. ``engine.scale(loss).backward()`` equals ``engine.backward(loss)``."""
+        self.window.is_scaled = True
+        scaled = loss
+        if self.scaler.scale != 1.0 and loss.dtype in (torch.float16, torch.bfloat16):
+            scaled = scaled.float()  # the scale does not fit fp16
+        if scale_wrt_gas and self.window.length > 1:
+            scaled = scaled / self.window.length
+        return scaled * self.scaler.scale if self.scaler.scale != 1.0 else scaled
+
+    def backward(self, loss: torch.Tensor, *, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
         """Backward pass of one micro-batch; the gradient is the mean over the accumulation window. Returns ``loss``.
 
-        Raises ValueError for a loss that is not a scalar or has no graph.
+        May be called for several losses of one micro-batch (``retain_graph`` where they share a graph); their gradients
+        add up. Raises ValueError for a loss that is not a scalar or has no graph. After any error in it, ``zero_grad()``
+        drops the window and training can go on.
         """
-        self._refuse_closed("backward")
+        self._refuse_unusable("backward")
         self._require_optimizer("backward")
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
@@ -99,72 +133,196 @@ class TrainingEngine:
         if not loss.requires_grad:
             raise ValueError("the loss has no graph: was it computed under no_grad, or are all parameters frozen?")
         began = time.perf_counter()
-        accumulation = self.config.gradient_accumulation_steps
-        scaled = loss if accumulation == 1 else loss / accumulation
-        last = self.is_gradient_accumulation_boundary() and not retain_graph
-        self._runtime.begin_backward(last_of_window=last)
+        scaled = self.scale(loss, scale_wrt_gas=scale_wrt_gas)
+        self.runtime.begin_backward(last_of_window=self.window.is_last and not retain_graph)
         succeeded = False
         try:
-            with self._runtime.forward_context():
+            with self.runtime.forward_context():
                 scaled.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
             succeeded = True
         finally:
-            self._runtime.end_backward(succeeded=succeeded)
-        self._clock.backward_s += time.perf_counter() - began
+            self.runtime.end_backward(succeeded=succeeded)
+        self._meter.clock.backward_s += time.perf_counter() - began
+        self._note_loss(loss)
         return loss
 
     def step(self) -> None:
-        """Close the micro-batch; at the accumulation boundary update, commit and step the schedule."""
-        self._refuse_closed("step")
-        optimizer = self._require_optimizer("step")
-        boundary = self.is_gradient_accumulation_boundary()
-        self.micro_steps += 1
-        self._applied = False
-        if not boundary:
-            return
-        rate = self.get_lr()
-        self._runtime.close_window()
-        optimizer.finish(step=self.global_steps + 1)
-        self._runtime.finish_step()
-        self.global_steps += 1
-        self._applied = True
-        if self.lr_scheduler is not None:
-            self.lr_scheduler.step()
-        self._measure(rate[0] if rate else 0.0)
+        """Close the micro-batch; at the accumulation boundary update, commit and step the schedule.
 
-    def train_batch(self, data_iter: Iterable[Any]) -> torch.Tensor:
-        """A whole global batch: ``gradient_accumulation_steps`` micro-batches of ``data_iter``; returns the mean loss.
+        A gradient that is not finite skips the update (fp16, or bf16.check_grad_overflow): nothing changes but the loss
+        scale. Raises LossScaleError at the least scale, RuntimeError for gradients whose loss was not scaled.
+        """
+        self._refuse_unusable("step")
+        optimizer = self._require_optimizer("step")
+        self._take_own_backward()
+        self._applied = False
+        if not self.window.close_micro_batch():
+            return
+        rates = self.get_lr()
+        self.runtime.close_window()
+        self._require_gradients()
+        scale = self.scaler.scale
+        self._update(optimizer, scale)
+        self.global_steps += 1
+        self._applied = not optimizer.outcome.skipped
+        try:
+            if self._applied:
+                self.scaler.update(overflow=False)
+                if self.lr_scheduler is not None:
+                    advance_schedule(self.lr_scheduler)
+            else:
+                self.skipped_steps += 1
+                self.scaler.update(overflow=True)
+        except LossScaleError:
+            self._busy = False
+            raise
+        self._tell(rates, scale)
+        self._busy = False
+        if self._signals is not None:
+            self._signals.act()
+
+    def _update(self, optimizer: TieredAdam, scale: float) -> None:
+        config = self.config
+        try:
+            optimizer.finish(
+                step=self.global_steps + 1,
+                grad_scale=scale,
+                skip_nonfinite=config.fp16.enabled or config.bf16.check_grad_overflow,
+            )
+        except BaseException:
+            self.window.forget()
+            self._after_failure()
+            raise
+        if not optimizer.outcome.skipped:
+            self.runtime.finish_step()
+
+    def _after_failure(self) -> None:
+        """A step was cut. On NVMe the old state still counts; what memory holds may be half updated."""
+        halves = [segment.name for segment in self.runtime.segments if segment.trainable and segment.state]
+        if halves or self.runtime.ranks.world_size > 1:
+            self._broken = "a step failed while state in memory was being updated: load a checkpoint to go on"
+        else:
+            refresh_homes(self.runtime)
+
+    def _take_own_backward(self) -> None:
+        """Gradients that the user's own ``backward()`` brought: refuse unscaled ones, reduce them over the ranks."""
+        runtime = self.runtime
+        fresh = any(plane.fresh for plane in runtime.gradients.planes.values())
+        if fresh and not self.window.is_scaled and (self.scaler.scale != 1.0 or self.window.length > 1):
+            self.zero_grad()
+            raise RuntimeError(
+                f"gradients came from a loss that was not scaled (loss scale {self.scaler.scale:g}, "
+                f"{self.window.length} accumulation steps): call engine.scale(loss).backward() or engine.backward(loss). "
+                f"The window was dropped"
+            )
+        if runtime.ranks.world_size > 1:
+            # Twice: a bucket may have been filled again after its reduction was started.
+            for _ in range(2):
+                runtime.end_backward()
+                runtime.begin_backward(last_of_window=False)
+        else:
+            runtime.begin_backward(last_of_window=False)
+
+    def _require_gradients(self) -> None:
+        """With ignore_unused_parameters false: every trained parameter must have had a gradient in the window."""
+        if self.config.zero_optimization.ignore_unused_parameters:
+            return
+        unused = [
+            slot.name
+            for segment in self.runtime.segments
+            if segment.trainable
+            for index, slot in enumerate(segment.layout.slots)
+            if index not in self.runtime.gradients[segment].arrived
+        ]
+        if unused:
+            self.zero_grad()
+            raise RuntimeError(
+                f"no gradient for {', '.join(unused)} (zero_optimization.ignore_unused_parameters is false). The window "
+                f"was dropped"
+            )
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients of the open window: nothing of it has happened. Not needed after ``step()``."""
+        del set_to_none
+        early = self.optimizer is not None and self.optimizer.updating
+        self.runtime.drop_window()
+        if early:
+            refresh_homes(self.runtime)
+        self.window.forget()
+        self._losses.clear()
+
+    # -- whole batches -------------------------------------------------------------------------------------------------
+
+    def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
+        """A whole global batch: micro-batches of ``data_iter`` up to the boundary; returns the mean loss.
 
         Each item is a tuple or list (positional arguments), a mapping (keyword arguments), or one argument; the module
-        returns the loss, or a tuple, mapping or object whose ``loss`` or first item it is.
+        returns the loss, or a tuple, mapping or object whose ``loss`` or first item it is. Without ``data_iter`` the loader
+        made from ``training_data`` is used, epoch after epoch. When the data ends in mid-window, StopIteration is raised
+        and the window stays open: see [Note: accumulation window].
         """
-        batches: Iterator[Any] = iter(data_iter)
+        batches = self._batches_of(data_iter)
         losses = []
-        for _ in range(self.config.gradient_accumulation_steps):
-            loss = _loss_of(self._call_with(next(batches)))
+        last = False
+        while not last:
+            batch = next(batches)
+            last = self.window.is_last
+            loss = loss_of(self._call_with(batch))
             self.backward(loss)
             self.step()
             losses.append(loss.detach())
         return torch.stack(losses).mean()
 
-    def eval_batch(self, data_iter: Iterable[Any]) -> torch.Tensor:
+    def eval_batch(self, data_iter: Iterator[Any]) -> torch.Tensor:
         """Mean loss over ``gradient_accumulation_steps`` micro-batches, without gradients and in eval mode."""
+        batches = self._batches_of(data_iter)
         was_training = self.module.training
         self.module.eval()
         try:
-            batches = iter(data_iter)
             with torch.no_grad():
-                losses = [
-                    _loss_of(self._call_with(next(batches))) for _ in range(self.config.gradient_accumulation_steps)
-                ]
+                losses = [loss_of(self._call_with(next(batches))) for _ in range(self.window.length)]
         finally:
             self.module.train(was_training)
         return torch.stack(losses).mean()
 
+    def _batches_of(self, data_iter: Iterator[Any] | None) -> Iterator[Any]:
+        if data_iter is not None:
+            batches: Iterator[Any] = iter(data_iter)
+            if batches is not data_iter:
+                raise TypeError(
+                    f"train_batch wants an iterator, got {type(data_iter).__name__}, which would start over with every "
+                    f"call: pass iter(…), made once"
+                )
+            return batches
+        if self.training_dataloader is None:
+            raise ValueError("train_batch needs data_iter, or training_data given to initialize()")
+        if self._batches is None:
+            self._batches = self.training_dataloader.repeat()
+        return self._batches
+
     def _call_with(self, batch: Any) -> Any:
-        if isinstance(batch, dict):
+        if isinstance(batch, Mapping):
             return self(**batch)
         return self(*batch) if isinstance(batch, tuple | list) else self(batch)
+
+    # -- the window ----------------------------------------------------------------------------------------------------
+
+    @property
+    def micro_steps(self) -> int:
+        """Micro-batches closed by ``step()`` since the start of training."""
+        return self.window.micro_steps
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the next ``step()`` updates."""
+        return self.window.is_last
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
+        """Say whether the next ``step()`` updates, until told otherwise; None counts micro-batches again."""
+        self.window.forced = is_boundary
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Backward passes inside only accumulate, and ``step()`` inside is an error."""
+        return self.window.no_sync()
 
     # -- state that users ask for --------------------------------------------------------------------------------------
 
@@ -175,16 +333,12 @@ class TrainingEngine:
     def eval(self) -> "TrainingEngine":
         return self.train(False)
 
-    def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the next ``step()`` updates."""
-        return (self.micro_steps + 1) % self.config.gradient_accumulation_steps == 0
-
     def was_step_applied(self) -> bool:
         """Whether the last ``step()`` changed the parameters."""
         return self._applied
 
     def get_global_grad_norm(self) -> float:
-        """Norm of the last applied gradient before clipping."""
+        """Norm of the last window's gradient before clipping; not finite when the step was skipped."""
         return self._require_optimizer("get_global_grad_norm").outcome.grad_norm
 
     def get_lr(self) -> list[float]:
@@ -200,7 +354,23 @@ class TrainingEngine:
 
     @property
     def loss_scale(self) -> float:
-        return 1.0
+        """What the next backward pass multiplies the loss by; 1 unless training in fp16."""
+        return self.scaler.scale
+
+    @property
+    def global_samples(self) -> int:
+        """Samples of all ranks seen by the optimizer."""
+        return self.global_steps * self.config.train_batch_size
+
+    @property
+    def global_rank(self) -> int:
+        return self.runtime.ranks.rank
+
+    @property
+    def world_size(self) -> int:
+        return self.runtime.ranks.world_size
+
+    # -- figures ---------------------------------------------------------------------------------------------------------
 
     def metrics(self) -> StepMetrics:
         """The last step's metrics. Raises RuntimeError before the first step."""
@@ -208,83 +378,132 @@ class TrainingEngine:
             raise RuntimeError("no step was taken yet: metrics() tells about the last step()")
         return self._metrics
 
-    # -- metrics ---------------------------------------------------------------------------------------------------------
+    def _note_loss(self, loss: torch.Tensor) -> None:
+        if self._monitors or self.config.steps_per_print:
+            self._losses.append(loss.detach())
 
-    def _io_bytes(self) -> tuple[int, int]:
-        """Bytes read and written so far by this process's I/O."""
-        if self._runtime.io is None:
-            return 0, 0
-        stats = self._runtime.io.stats()
-        return stats.bytes_read, stats.bytes_written
-
-    def _measure(self, lr: float) -> None:
-        runtime = self._runtime
-        now = time.perf_counter()
-        clock, self._clock = self._clock, _Clock(began=now)
-        step_s = now - clock.began
-        read_before, written_before = self._io_before
-        read, written = self._io_before = self._io_bytes()
-        read_bytes, written_bytes = read - read_before, written - written_before
-        fetches, update = runtime.executor.take_counters(), runtime.updater.take_counters()
+    def _tell(self, rates: list[float], scale: float) -> None:
+        """Measure the step, and write and print what the config asks for."""
         outcome = self._require_optimizer("metrics").outcome
-        barrier = not runtime.early_segments
-        fetched = fetches.fetched_bytes
-        costs = StepCosts(
-            compute_s=max(0.0, clock.forward_s + clock.backward_s - fetches.stalled_s),
-            adam_s=update.adam_s,
-            forward_backward_io_s=self._io_seconds(fetched, 0),
-            update_io_s=self._io_seconds(max(0, read_bytes - fetched), written_bytes),
-        )
-        links = {"nvme->host": read_bytes, "host->nvme": written_bytes} if runtime.store else {}
-        self._metrics = StepMetrics(
-            step=self.global_steps,
-            step_s=step_s,
-            forward_s=clock.forward_s,
-            backward_s=clock.backward_s,
-            update_s=outcome.update_s,
-            commit_s=outcome.commit_s,
-            communication_share=runtime.ranks.take_seconds() / step_s,
-            stalled_s={"nvme->host": fetches.stalled_s} if runtime.store else {},
-            link_bytes=links,
-            link_gbps={link: nbytes / step_s / 1e9 for link, nbytes in links.items()},
-            peak_bytes={
-                str(Tier.DEVICE): runtime.device.peak,
-                str(Tier.HOST): runtime.host.peak,
-                str(Tier.NVME): runtime.placement.nvme_bytes,
-            },
-            nvme_written_bytes=written,
-            lower_bound_s=lower_bound(costs, barrier=barrier, shared_cores=True),
-            grad_norm=outcome.grad_norm,
-            lr=lr,
-        )
-        if self.config.steps_per_print and self.global_steps % self.config.steps_per_print == 0:
-            print(
-                f"step={self.global_steps}, skipped={self.skipped_steps}, lr={lr:.6g}, step_s={step_s:.3f}",
-                flush=True,
+        loss = float(torch.stack([one.float() for one in self._losses]).mean()) if self._losses else None
+        self._losses.clear()
+        metrics = self._metrics = self._meter.take(
+            StepFacts(
+                step=self.global_steps,
+                lr=rates[0] if rates else 0.0,
+                loss_scale=scale,
+                skipped=outcome.skipped,
+                grad_norm=outcome.grad_norm,
+                update_s=outcome.update_s,
+                commit_s=outcome.commit_s,
+                loss=loss,
             )
-
-    def _io_seconds(self, read_bytes: int, written_bytes: int) -> float:
-        """Time of these bytes on the disks: bytes are striped evenly, so the disks share them."""
-        if not self._disks:
-            return 0.0
-        share = 1 / len(self._disks)
-        return max(disk.seconds(int(read_bytes * share), int(written_bytes * share)) for disk in self._disks)
-
-    def _generation_meta(self) -> dict[str, object]:
-        return {"global_steps": self.global_steps + 1, "micro_steps": self.micro_steps}
-
-    # -- end -----------------------------------------------------------------------------------------------------------
+        )
+        if self.global_rank == 0:
+            self._monitors.write(metrics, self.global_samples)
+            for line in progress_lines(self.config, metrics, skipped_steps=self.skipped_steps, rates=rates):
+                print(line, flush=True)
 
     def write_trace(self, path: str) -> None:
         """Write the Chrome trace (Perfetto) of what ran since tracing was switched on; see ``initialize(trace=True)``."""
-        self._runtime.spans.write(path)
+        self.runtime.spans.write(path)
+
+    # -- checkpoints -----------------------------------------------------------------------------------------------------
+
+    def save_checkpoint(
+        self,
+        save_dir: str | os.PathLike[str],
+        tag: str | int | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        *,
+        keep_last: int | None = None,
+    ) -> str:
+        """Save everything that training needs to go on, atomically; returns the checkpoint's folder. Collective.
+
+        See lamina.engine.checkpoint.saving.save_checkpoint.
+        """
+        self._refuse_unusable("save_checkpoint")
+        return save_checkpoint(
+            self, save_dir, tag=tag, client_state=client_state or {}, save_latest=save_latest, keep_last=keep_last
+        )
+
+    def load_checkpoint(
+        self,
+        load_dir: str | os.PathLike[str],
+        tag: str | int | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        *,
+        strict: bool | None = None,
+    ) -> tuple[str | None, dict[str, Any]]:
+        """Go on from a checkpoint, whatever placement it was saved with: (its folder, the client state). Collective.
+
+        (None, {}) when no tag is given and the folder has no ``latest``. See lamina.engine.checkpoint.loading.
+        """
+        self._refuse_closed("load_checkpoint")
+        found = load_checkpoint(
+            self,
+            load_dir,
+            tag=tag,
+            strict=load_module_strict if strict is None else strict,
+            optimizer=load_optimizer_states and not load_module_only,
+            schedule=load_lr_scheduler_states and not load_module_only,
+            module_only=load_module_only,
+        )
+        if found[0] is not None:
+            self._broken = ""
+            self._batches = None
+        return found
+
+    def save_pretrained(
+        self,
+        save_dir: str | os.PathLike[str],
+        *,
+        dtype: torch.dtype | None = None,
+        max_shard_size: int | str = "5GB",
+    ) -> str:
+        """Whole weights as safetensors, for transformers and anybody else. Collective. See lamina.engine.export."""
+        self._refuse_unusable("save_pretrained")
+        return save_pretrained(self.module, self.runtime, save_dir, dtype=dtype, max_shard_size=max_shard_size)
+
+    def save_16bit_model(self, save_dir: str | os.PathLike[str], save_filename: str | None = None) -> bool:
+        """DeepSpeed's name for ``save_pretrained`` in the compute dtype; always whole weights, always safetensors."""
+        if save_filename is not None and not str(save_filename).endswith(".safetensors"):
+            raise ValueError(
+                f"save_filename is {save_filename!r}: weights are written as safetensors, name.safetensors"
+            )
+        self._refuse_unusable("save_16bit_model")
+        save_pretrained(self.module, self.runtime, save_dir, max_shard_size=2**63 - 1, filename=save_filename)
+        return True
+
+    def load_pretrained(self, load_dir: str | os.PathLike[str], *, strict: bool = True) -> LoadReport:
+        """Take weights from safetensors, parameter by parameter; moments and counts stay. See lamina.engine.pretrained."""
+        self._refuse_unusable("load_pretrained")
+        self.load_report = load_pretrained(self.module, self.runtime, load_dir, strict=strict, step=self.global_steps)
+        return self.load_report
+
+    # -- end -----------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Wait for transfers under way and give back memory, files, locks and threads. The parameters are not usable
         afterwards. Harmless when repeated."""
         if not self._closed:
             self._closed = True
-            self._runtime.close()
+            if self._signals is not None:
+                self._signals.restore()
+            self._monitors.close()
+            self.runtime.close()
+
+    def _stop(self, save_dir: str | os.PathLike[str] | None) -> None:
+        """After a stop signal, between two steps."""
+        try:
+            if save_dir is not None and not self._closed and not self._broken:
+                self.save_checkpoint(save_dir)
+        finally:
+            self.close()
 
     def __enter__(self) -> "TrainingEngine":
         return self
@@ -296,6 +515,11 @@ class TrainingEngine:
         if self._closed:
             raise RuntimeError(f"{what}: the engine was closed")
 
+    def _refuse_unusable(self, what: str) -> None:
+        self._refuse_closed(what)
+        if self._broken:
+            raise RuntimeError(f"{what}: {self._broken}")
+
     def _require_optimizer(self, what: str) -> TieredAdam:
         if self.optimizer is None:
             raise RuntimeError(
@@ -303,19 +527,3 @@ class TrainingEngine:
                 f"1e-4}}}}) or as initialize(optimizer=...)"
             )
         return self.optimizer
-
-
-def _loss_of(output: Any) -> torch.Tensor:
-    """The loss in what a module returned."""
-    loss = output
-    if isinstance(output, dict):
-        loss = output.get("loss")
-    elif isinstance(output, tuple | list):
-        loss = output[0]
-    elif not isinstance(output, torch.Tensor):
-        loss = getattr(output, "loss", None)
-    if not isinstance(loss, torch.Tensor):
-        raise TypeError(
-            f"train_batch found no loss in {type(output).__name__}: return the loss, or a tuple that starts with it"
-        )
-    return loss

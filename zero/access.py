@@ -23,7 +23,9 @@ if TYPE_CHECKING:
     from .runtime import ZeroRuntime
 
 _owners: "WeakTensorKeyDictionary" = WeakTensorKeyDictionary()
-_gathered: "WeakTensorKeyDictionary" = WeakTensorKeyDictionary()  # parameters that are whole in a GatheredParameters block
+_gathered: "WeakTensorKeyDictionary" = (
+    WeakTensorKeyDictionary()
+)  # parameters that are whole in a GatheredParameters block
 
 
 @dataclass(frozen=True)
@@ -174,10 +176,10 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 def plane_in_memory(segment: Segment, plane: Plane) -> torch.Tensor | None:
     """This rank's shard of a plane where it is at home in memory; not a copy."""
-    return next(iter(_planes_in_memory(segment, plane)), None)
+    return next(iter(planes_in_memory(segment, plane)), None)
 
 
-def _planes_in_memory(segment: Segment, plane: Plane) -> list[torch.Tensor]:
+def planes_in_memory(segment: Segment, plane: Plane) -> list[torch.Tensor]:
     """Every place in memory that holds this rank's shard of a plane, those that the CPU can reach first."""
     dtype = plane_dtype(plane, segment.dtype)
     views = []
@@ -275,7 +277,7 @@ def _apply_to(runtime: "ZeroRuntime", edits: Sequence[Edit]) -> None:
             continue
         for plane_kind, values in _planes_of(edit):
             first, last = _shard_range(edit.place)
-            for memory in _planes_in_memory(segment, plane_kind):
+            for memory in planes_in_memory(segment, plane_kind):
                 memory[first:last].copy_(_piece(edit.place, values))
             if any(spec.plane is plane_kind for spec in segment.stored_planes):
                 stored.append((edit.place, plane_kind, values))

@@ -136,7 +136,7 @@ def _shares(config: EngineConfig) -> Iterator[Finding]:
             yield Finding(
                 "tiers.placement", f'gives {plane} shares of tiers, which is not offered: write one tier or "auto"'
             )
-    state = {plane: asked[plane] for plane in ("remainder", "master", "exp_avg", "exp_avg_sq")}  # type: ignore[index]
+    state = {plane: asked[plane] for plane in ("remainder", "master", "exp_avg", "exp_avg_sq")}
     used = {plane: choice for plane, choice in state.items() if not isinstance(choice, dict)}
     absent = {"fp32": ("remainder", "master"), "bf16": ("master",), "fp16": ("remainder",)}[config.compute_dtype]
     tiers = {str(choice) for plane, choice in used.items() if plane not in absent} - {"auto"}

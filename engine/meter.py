@@ -1,0 +1,100 @@
+"""Measures steps: the engine's clock, and the counters of the layers below, put together into StepMetrics."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lamina.tiers import DiskSpeed, Tier
+from lamina.zero import ZeroRuntime
+
+from .metrics import StepCosts, StepMetrics, lower_bound
+
+
+@dataclass(kw_only=True)
+class Clock:
+    """Seconds since the last optimizer step, by phase."""
+
+    began: float
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepFacts:
+    """What the engine knows of a step and the counters do not."""
+
+    step: int
+    lr: float
+    loss_scale: float
+    skipped: bool
+    grad_norm: float
+    update_s: float
+    commit_s: float
+    loss: float | None = None
+
+
+class StepMeter:
+    """One per engine. Times in seconds; ``disks`` are the measured speeds of the NVMe paths."""
+
+    def __init__(self, runtime: ZeroRuntime, disks: Sequence[DiskSpeed]) -> None:
+        self.clock = Clock(began=time.perf_counter())
+        self._runtime = runtime
+        self._disks = list(disks)
+        self._io_before = self._io_bytes()
+
+    def _io_bytes(self) -> tuple[int, int]:
+        """Bytes read and written so far by this process's I/O."""
+        if self._runtime.io is None:
+            return 0, 0
+        stats = self._runtime.io.stats()
+        return stats.bytes_read, stats.bytes_written
+
+    def take(self, facts: StepFacts) -> StepMetrics:
+        """The metrics of the step that ends now; the next one's clock starts."""
+        runtime = self._runtime
+        now = time.perf_counter()
+        clock, self.clock = self.clock, Clock(began=now)
+        step_s = now - clock.began
+        read_before, written_before = self._io_before
+        read, written = self._io_before = self._io_bytes()
+        read_bytes, written_bytes = read - read_before, written - written_before
+        fetches, update = runtime.executor.take_counters(), runtime.updater.take_counters()
+        fetched = fetches.fetched_bytes
+        costs = StepCosts(
+            compute_s=max(0.0, clock.forward_s + clock.backward_s - fetches.stalled_s),
+            adam_s=update.adam_s,
+            forward_backward_io_s=self._io_seconds(fetched, 0),
+            update_io_s=self._io_seconds(max(0, read_bytes - fetched), written_bytes),
+        )
+        links = {"nvme->host": read_bytes, "host->nvme": written_bytes} if runtime.store else {}
+        return StepMetrics(
+            step=facts.step,
+            step_s=step_s,
+            forward_s=clock.forward_s,
+            backward_s=clock.backward_s,
+            update_s=facts.update_s,
+            commit_s=facts.commit_s,
+            communication_share=runtime.ranks.take_seconds() / step_s,
+            stalled_s={"nvme->host": fetches.stalled_s} if runtime.store else {},
+            link_bytes=links,
+            link_gbps={link: nbytes / step_s / 1e9 for link, nbytes in links.items()},
+            peak_bytes={
+                str(Tier.DEVICE): runtime.device.peak,
+                str(Tier.HOST): runtime.host.peak,
+                str(Tier.NVME): runtime.placement.nvme_bytes,
+            },
+            nvme_written_bytes=written,
+            lower_bound_s=lower_bound(costs, barrier=not runtime.early_segments, shared_cores=True),
+            grad_norm=facts.grad_norm,
+            lr=facts.lr,
+            loss_scale=facts.loss_scale,
+            skipped=facts.skipped,
+            loss=facts.loss,
+        )
+
+    def _io_seconds(self, read_bytes: int, written_bytes: int) -> float:
+        """Time of these bytes on the disks: bytes are striped evenly, so the disks share them."""
+        if not self._disks:
+            return 0.0
+        share = 1 / len(self._disks)
+        return max(disk.seconds(int(read_bytes * share), int(written_bytes * share)) for disk in self._disks)

@@ -1,0 +1,187 @@
+"""From the config to what the layer below is told: tiers, formats, budgets, and whether updates may start early."""
+
+import os
+import stat
+from typing import Any
+
+import torch
+
+from lamina.aio_native import AsyncIO
+from lamina.tiers import Budgets, NvmePath, Tier, Wishes
+from lamina.tiers.folder import user_name
+from lamina.tiers.gpu import Accelerator
+from lamina.zero import ZeroOptions
+
+from .config import ConfigError, EngineConfig
+from .optimizer_choice import OptimizerChoice
+
+TORCH_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+STATE_PLANE_NAMES = ("remainder", "master", "exp_avg", "exp_avg_sq")
+LOOKAHEAD_GROUPS = 64
+IO_THREADS = 8
+
+
+def zero_options(settings: EngineConfig, choice: OptimizerChoice) -> ZeroOptions:
+    """Raises ConfigError, with every problem, for wishes that exclude each other."""
+    problems: list[tuple[str, str]] = []
+    tiers = settings.tiers
+    nvme = [NvmePath(path=str(entry.path), bytes=entry.bytes) for entry in settings.nvme_paths]
+    with_grad_window = settings.gradient_accumulation_steps > 1 or settings.data_types.grad_accum_dtype is not None
+    in_memory = choice.client is not None
+    accelerator = _accelerator()
+    separate = accelerator is not None
+    state_tiers = _tiers_for(settings, "exp_avg", bool(nvme), in_memory, problems)
+    if separate:
+        # The update runs on the CPU, so its state is not kept in a GPU's memory; the plan shows where it went.
+        state_tiers = tuple(tier for tier in state_tiers if tier is not Tier.DEVICE) or (Tier.HOST,)
+    wishes = Wishes(
+        param_tiers=_tiers_for(settings, "param", bool(nvme), in_memory, problems),
+        state_tiers=state_tiers,
+        overlap_update=_overlap(settings, problems) and not in_memory,
+        separate_device=separate,
+        in_place_tiers=_in_place_tiers(settings, separate=separate),
+        sub_group_numel=settings.zero_optimization.sub_group_size,
+        # Gradients of several micro-batches add up and are kept anyway; else they are given up where memory is short.
+        retain_gradients=tiers.host_bytes is None or settings.gradient_accumulation_steps > 1,
+    )
+    if settings.activation_checkpointing.cpu_checkpointing and torch.cuda.is_available():
+        problems.append(
+            (
+                "activation_checkpointing.cpu_checkpointing",
+                "is not done by config: use torch.autograd.graph.save_on_cpu() around the layers in the model",
+            )
+        )
+    if problems:
+        raise ConfigError(problems)
+    dtype = TORCH_DTYPE[settings.compute_dtype]
+    return ZeroOptions(
+        accelerator=accelerator,
+        stage=settings.zero_optimization.stage,
+        compute_dtype=dtype if settings.compute_dtype != "fp32" else None,
+        grad_dtype=TORCH_DTYPE[settings.grad_accum_dtype] if with_grad_window else None,
+        budgets=Budgets(device_bytes=tiers.device_bytes, host_bytes=tiers.host_bytes),
+        wishes=wishes,
+        trains=choice.params is not None,
+        nvme=nvme,
+        job=tiers.job,
+        generations=tiers.generations,
+        verify=tiers.verify,
+        keep_state=tiers.keep_state,
+        lookahead=_lookahead(settings),
+        clip_norm=settings.gradient_clipping,
+        adam=choice.adam,
+        open_io=lambda: AsyncIO(
+            backend=tiers.io_backend,
+            block_bytes=settings.aio.block_size,
+            queue_depth=settings.aio.queue_depth,
+            num_threads=max(IO_THREADS, settings.aio.intra_op_parallelism),
+        ),
+    )
+
+
+def _lookahead(settings: EngineConfig) -> int:
+    if settings.zero_optimization.stage3_prefetch_bucket_size == 0:
+        return 0
+    wanted = settings.tiers.lookahead
+    return LOOKAHEAD_GROUPS if wanted == "auto" else wanted
+
+
+def _overlap(settings: EngineConfig, problems: list[tuple[str, str]]) -> bool:
+    """Whether updates may start under the backward pass; asking for it where it cannot be is refused."""
+    wanted = settings.tiers.overlap_update
+    obstacles = []
+    if settings.gradient_clipping > 0:
+        obstacles.append("gradient_clipping needs the norm of all gradients first (write 0, or overlap_update: auto)")
+    if settings.fp16.enabled:
+        obstacles.append("fp16's loss scaler must see all gradients first (use bf16, or overlap_update: auto)")
+    if settings.bf16.enabled and settings.bf16.check_grad_overflow:
+        obstacles.append("bf16.check_grad_overflow must see all gradients first (write false, or overlap_update: auto)")
+    if settings.tiers.generations == 1:
+        obstacles.append("generations: 1 updates in place, which cannot be undone (write 2)")
+    if wanted is True:
+        problems += [("tiers.overlap_update", obstacle) for obstacle in obstacles]
+    return wanted is not False and not obstacles
+
+
+def _accelerator() -> Accelerator | None:
+    """This rank's GPU, where torch has any; else compute runs on the CPU, in the host's memory."""
+    if not torch.cuda.is_available():
+        return None
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    device = torch.device("cuda", local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return Accelerator(device)
+
+
+def _in_place_tiers(settings: EngineConfig, *, separate: bool) -> tuple[Tier, ...]:
+    """Where compute can use parameters as they lie: nowhere when every rank has only a shard of them."""
+    if settings.world_size > 1 and settings.zero_optimization.stage == 3:
+        return ()
+    return (Tier.DEVICE,) if separate else (Tier.DEVICE, Tier.HOST)
+
+
+def _tiers_for(
+    settings: EngineConfig, plane: str, has_nvme: bool, in_memory: bool, problems: list[tuple[str, str]]
+) -> tuple[Tier, ...]:
+    """Tiers that a plane may live on, fastest first."""
+    asked = settings.placement()
+    names = STATE_PLANE_NAMES if plane == "exp_avg" else (plane,)
+    choices = {str(asked[name]) for name in names} - {"auto"}  # type: ignore[index]
+    if in_memory and str(Tier.NVME) in choices:
+        where = "offload_param" if plane == "param" else "offload_optimizer"
+        problems.append(
+            (
+                f"zero_optimization.{where}.device",
+                "is nvme, which is for Adam and AdamW; with another optimizer everything stays in memory: write cpu or none",
+            )
+        )
+        return (Tier.DEVICE, Tier.HOST)
+    if not choices:
+        return (Tier.DEVICE, Tier.HOST, Tier.NVME) if has_nvme and not in_memory else (Tier.DEVICE, Tier.HOST)
+    return (Tier(choices.pop()),)
+
+
+# -- folders -----------------------------------------------------------------------------------------------------------
+
+
+def check_paths(settings: EngineConfig) -> None:
+    """Raise ConfigError, with every problem, for folders that cannot be used: naming key, path and user.
+
+    Nothing is created: the nearest folder that exists must be one, and be writable.
+    """
+    problems = []
+    for key, path in _named_paths(settings):
+        existing = path
+        while not os.path.lexists(existing):
+            existing = os.path.dirname(existing)
+        problem = _problem_of(existing)
+        if problem:
+            where = path if existing == path else f"{path}: {existing}"
+            step = "name a directory that this user can write, or change its owner or mode"
+            problems.append((key, f"{where} {problem} (user {user_name()}): {step}"))
+    if problems:
+        raise ConfigError(problems)
+
+
+def _named_paths(settings: EngineConfig) -> list[tuple[str, str]]:
+    if settings.tiers.nvme:
+        return [(f"tiers.nvme[{index}].path", entry.path) for index, entry in enumerate(settings.tiers.nvme)]
+    zero: Any = settings.zero_optimization
+    found = []
+    for name in ("offload_param", "offload_optimizer"):
+        block = getattr(zero, name)
+        if block.device == "nvme" and block.nvme_path is not None:
+            found.append((f"zero_optimization.{name}.nvme_path", block.nvme_path))
+    return found
+
+
+def _problem_of(path: str) -> str | None:
+    try:
+        mode = os.stat(path).st_mode
+    except OSError as error:
+        return f"cannot be used: {error.strerror}"
+    if not stat.S_ISDIR(mode):
+        return "is not a directory"
+    if not os.access(path, os.W_OK | os.X_OK, effective_ids=True):
+        return "cannot be written"
+    return None

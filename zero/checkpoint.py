@@ -1,0 +1,186 @@
+"""Saves and loads one rank's tiered state: NVMe-resident planes are pinned, planes in memory written to one file."""
+
+import os
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from lamina.aio_native import AsyncIO
+from lamina.tiers import Plane
+
+from .access import bytes_of, plane_in_memory, planes_in_memory
+from .checkpoint_file import write_planes
+from .checkpoint_record import RankRecord, SegmentRecord
+from .checkpoint_source import PINNED_FOLDER, PLANE_FILE, CheckpointSource, RankPart, StateSource
+from .checkpoint_target import StateWriter, check_source, refresh_homes, refresh_replicas
+from .segment import Segment
+
+if TYPE_CHECKING:
+    from .runtime import ZeroRuntime
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedState:
+    """What a load found: parameters here that the checkpoint lacks, and the other way round; the way it was read."""
+
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    as_saved: bool  # True: planes were taken over as they lay, NVMe files linked
+
+
+def rank_records(runtime: "ZeroRuntime") -> list[SegmentRecord]:
+    """What this rank would save now."""
+    found = []
+    for segment in runtime.segments:
+        gradients = runtime.gradients[segment] if segment.trainable else None
+        found.append(
+            SegmentRecord.of(
+                segment,
+                gradients.dtype if gradients is not None else segment.dtype,
+                gradients.arrived if gradients is not None else set(),
+            )
+        )
+    return found
+
+
+def save_rank(runtime: "ZeroRuntime", folder: str) -> RankRecord:
+    """Write this rank's part into a folder that exists and is empty. Durable when it returns.
+
+    NVMe-resident planes are pinned: no byte is copied on the same file system. Raises RuntimeError between ``backward()``
+    and ``step()`` where updates start early, OSError and StoreError.
+    """
+    if runtime.optimizer is not None and runtime.optimizer.updating:
+        raise RuntimeError("an update is under way: call step() before saving a checkpoint")
+    segments = rank_records(runtime)
+    has_pinned = any(segment.pinned for segment in segments)
+    pin = None
+    if has_pinned and runtime.store is not None:
+        pin = runtime.store.pin(os.path.join(folder, PINNED_FOLDER))
+    with ExitStack() as stack:
+        io = runtime.io or stack.enter_context(runtime.options.open_io())
+        extents = write_planes(io, os.path.join(folder, PLANE_FILE), _planes_in_memory(runtime, segments))
+    if pin is not None:
+        pin.wait()
+    return RankRecord(segments=tuple(segments), extents=tuple(extents), has_pinned=has_pinned)
+
+
+def _planes_in_memory(runtime: "ZeroRuntime", records: Sequence[SegmentRecord]) -> list[tuple[str, str, memoryview]]:
+    return [
+        (segment.name, plane, _view(runtime, segment, Plane(plane)))
+        for segment, record in zip(runtime.segments, records, strict=True)
+        for plane in record.filed
+    ]
+
+
+def _view(runtime: "ZeroRuntime", segment: Segment, plane: Plane) -> memoryview:
+    """The bytes of this rank's shard of a plane in memory; a copy where only an accelerator has them."""
+    values = runtime.gradients[segment].flat if plane is Plane.GRAD else plane_in_memory(segment, plane)
+    if values is None:
+        raise RuntimeError(f"{segment.name} has no {plane} in memory")
+    values = values.detach().cpu()
+    return bytes_of(values) if values.numel() else memoryview(bytearray())
+
+
+def load_rank(
+    runtime: "ZeroRuntime",
+    folders: Sequence[str],
+    records: Sequence[RankRecord],
+    *,
+    step: int,
+    meta: dict[str, object],
+    strict: bool = True,
+    moments: bool = True,
+    gradients: bool = True,
+) -> LoadedState:
+    """Load this rank's state from all ranks' parts (folder and record of each).
+
+    Where this rank's part has the very shards that are wanted, NVMe-resident planes are linked and the others read as they
+    are; anything else is read by parameter, only the ranges needed. Raises KeyError naming parameters that differ
+    (``strict``), ValueError for shapes that differ, IntegrityError for damage.
+    """
+    with ExitStack() as stack:
+        io = runtime.io or stack.enter_context(runtime.options.open_io())
+        source = stack.enter_context(CheckpointSource(folders, records, io, runtime.kernels))
+        missing = check_source(runtime, source)
+        here = {slot.name for segment in runtime.segments for slot in segment.layout.slots}
+        unexpected = sorted(source.names() - here)
+        if strict and (missing or unexpected):
+            said = [f"not in the checkpoint: {', '.join(missing)}"] if missing else []
+            said += [f"not in the model: {', '.join(unexpected)}"] if unexpected else []
+            raise KeyError(f"{'; '.join(said)} (strict=False loads the rest)")
+        part = _same_part(runtime, source)
+        if part is not None and moments:
+            _take_over(runtime, part, io)
+        else:
+            StateWriter(runtime, source, moments=moments).write(step=step, meta=meta)
+        _load_gradients(runtime, source if gradients else None)
+    return LoadedState(missing=tuple(missing), unexpected=tuple(unexpected), as_saved=part is not None and moments)
+
+
+def _same_part(runtime: "ZeroRuntime", source: CheckpointSource) -> RankPart | None:
+    """This rank's own part, when its shards are those wanted here and NVMe holds the same planes."""
+    if len(source.parts) != runtime.ranks.world_size:
+        return None
+    part = source.parts[runtime.ranks.rank]
+    wanted = rank_records(runtime)
+    if len(wanted) != len(part.record.segments):
+        return None
+    same = all(
+        mine.same_shard(theirs) and mine.pinned == theirs.pinned
+        for mine, theirs in zip(wanted, part.record.segments, strict=True)
+    )
+    return part if same else None
+
+
+def _take_over(runtime: "ZeroRuntime", part: RankPart, io: AsyncIO) -> None:
+    """Planes in memory first: when one of them is damaged, NVMe-resident state is still the old."""
+    for segment, record in zip(runtime.segments, part.record.segments, strict=True):
+        for plane in record.filed:
+            if plane == str(Plane.GRAD):
+                continue
+            view = _view(runtime, segment, Plane(plane))
+            part.read(segment.name, plane, 0, view)
+            first, *others = planes_in_memory(segment, Plane(plane))
+            if first.device.type != "cpu":
+                others = [first]
+            for memory in others if len(view) else ():
+                memory.copy_(torch.frombuffer(view, dtype=memory.dtype))
+    if part.record.has_pinned and runtime.store is not None:
+        runtime.store.restore(part.pinned_folder)
+        refresh_homes(runtime)
+    else:
+        refresh_replicas(runtime)
+
+
+def _load_gradients(runtime: "ZeroRuntime", source: CheckpointSource | None) -> None:
+    """Put the open window's gradients back; without a source the window is empty."""
+    runtime.gradients.release_all()
+    if source is None:
+        return
+    for segment in runtime.segments:
+        if not segment.trainable:
+            continue
+        pieces = {index: (first, last) for index, first, last in segment.layout.pieces(segment.rank)}
+        begin = segment.layout.shard_range(segment.rank)[0]
+        for index, slot in enumerate(segment.layout.slots):
+            first, last = pieces.get(index, (0, 0))
+            within = (begin + first - slot.offset, begin + last - slot.offset) if first < last else (0, 0)
+            values = source.gradient(slot.name, *within) if source.has(slot.name) else None
+            if values is None:
+                continue
+            plane = runtime.gradients.make_present(segment)
+            plane.piece(index).copy_(values)
+            plane.arrived.add(index)
+
+
+def load_source(runtime: "ZeroRuntime", source: StateSource, *, step: int, strict: bool) -> LoadedState:
+    """Take parameter values from any source; moments and gradients stay. Raises KeyError (strict), ValueError (shapes)."""
+    missing = check_source(runtime, source)
+    if strict and missing:
+        raise KeyError(f"not there: {', '.join(missing)} (strict=False loads the rest)")
+    meta = dict(runtime.store.current.meta) if runtime.store is not None and runtime.store.current is not None else {}
+    StateWriter(runtime, source, moments=False).write(step=step, meta=meta)
+    return LoadedState(missing=tuple(missing), unexpected=(), as_saved=False)

@@ -1,0 +1,205 @@
+"""Writes state into a runtime by parameter, chunk by chunk, whatever the placement: for checkpoints and imported weights."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from lamina.tiers import GenerationStore, Plane, Transaction
+
+from .access import bytes_of, plane_in_memory, planes_in_memory
+from .checkpoint_source import StateSource
+from .dtypes import plane_dtype
+from .segment import Segment
+
+if TYPE_CHECKING:
+    from .runtime import ZeroRuntime
+
+CHUNK_NUMEL = 1 << 20
+MOMENTS = (Plane.EXP_AVG, Plane.EXP_AVG_SQ)
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Elements [first, last) of a parameter that lie at ``begin`` of a chunk."""
+
+    name: str
+    first: int
+    last: int
+    begin: int
+
+    @property
+    def end(self) -> int:
+        return self.begin + self.last - self.first
+
+
+def check_source(runtime: "ZeroRuntime", source: StateSource) -> list[str]:
+    """Names of parameters that the source lacks. Raises ValueError, naming all, for shapes that differ."""
+    missing, wrong = [], []
+    for segment in runtime.segments:
+        for slot in segment.layout.slots:
+            if not source.has(slot.name):
+                missing.append(slot.name)
+            elif source.shape(slot.name) != slot.shape:
+                wrong.append(f"{slot.name} has shape {slot.shape} here and {source.shape(slot.name)} there")
+    if wrong:
+        raise ValueError("; ".join(wrong))
+    return missing
+
+
+class StateWriter:
+    """Writes a source's values over this rank's state; parameters that it lacks keep theirs.
+
+    NVMe-resident planes go into the next generation, which counts when ``write`` returns. ``moments``: write those, too.
+    """
+
+    def __init__(self, runtime: "ZeroRuntime", source: StateSource, *, moments: bool) -> None:
+        self._runtime = runtime
+        self._source = source
+        self._moments = moments
+
+    def write(self, *, step: int, meta: dict[str, object]) -> None:
+        """Raises what reading the source raises; NVMe-resident state is then as it was."""
+        runtime = self._runtime
+        store = runtime.store
+        transaction = None
+        if store is not None:
+            runtime.executor.invalidate()
+            transaction = _begin(store, [s for s in runtime.segments if not s.trainable and s.stored_planes])
+        try:
+            for segment in runtime.segments:
+                for begin in range(0, segment.layout.shard_numel, CHUNK_NUMEL):
+                    count = min(CHUNK_NUMEL, segment.layout.shard_numel - begin)
+                    self._write_chunk(segment, begin, count, transaction)
+            if transaction is not None:
+                transaction.copy_rest()
+                transaction.commit(step, meta)
+        except BaseException:
+            if transaction is not None:
+                transaction.abort()
+            raise
+        refresh_replicas(runtime)
+
+    def _write_chunk(self, segment: Segment, begin: int, count: int, transaction: Transaction | None) -> None:
+        pieces = _pieces(segment, begin, count)
+        missing = any(not self._source.has(piece.name) for piece in pieces)
+        planes = self._primary(segment, begin, count, pieces, keep=missing)
+        if self._moments and segment.trainable:
+            planes |= self._both_moments(segment, begin, count, pieces)
+        handles = []
+        stored = {spec.plane: spec.itemsize for spec in segment.stored_planes}
+        for plane, values in planes.items():
+            for memory in planes_in_memory(segment, plane):
+                memory[begin : begin + count].copy_(values)
+            if plane in stored and transaction is not None:
+                offset = begin * stored[plane]
+                handles.append(transaction.write(segment.name, plane, bytes_of(values), offset=offset))
+        for handle in handles:
+            handle.wait()
+
+    def _primary(
+        self, segment: Segment, begin: int, count: int, pieces: Sequence[_Piece], *, keep: bool
+    ) -> dict[Plane, torch.Tensor]:
+        """The planes that hold the parameter's value. ``keep``: some of it stays as it is."""
+        if not segment.trainable:
+            param = self._old(segment, Plane.PARAM, begin, count, keep)
+            self._fill(param, pieces)
+            return {Plane.PARAM: param}
+        kernels = self._runtime.kernels
+        if segment.dtype is torch.bfloat16:
+            param = self._old(segment, Plane.PARAM, begin, count, keep)
+            remainder = self._old(segment, Plane.REMAINDER, begin, count, keep)
+            master = torch.zeros(count, dtype=torch.float32)
+            if keep:
+                kernels.merge_bf16(
+                    count, param=param.data_ptr(), remainder=remainder.data_ptr(), master=master.data_ptr()
+                )
+            self._fill(master, pieces)
+            kernels.split_bf16(count, master=master.data_ptr(), param=param.data_ptr(), remainder=remainder.data_ptr())
+            return {Plane.PARAM: param, Plane.REMAINDER: remainder}
+        if segment.dtype is torch.float16:
+            master = self._old(segment, Plane.MASTER, begin, count, keep)
+            self._fill(master, pieces)
+            return {Plane.MASTER: master, Plane.PARAM: master.to(torch.float16)}
+        param = self._old(segment, Plane.PARAM, begin, count, keep)
+        self._fill(param, pieces)
+        return {Plane.PARAM: param}
+
+    def _fill(self, into: torch.Tensor, pieces: Sequence[_Piece]) -> None:
+        for piece in pieces:
+            if self._source.has(piece.name):
+                into[piece.begin : piece.end].copy_(self._source.master(piece.name, piece.first, piece.last))
+
+    def _both_moments(
+        self, segment: Segment, begin: int, count: int, pieces: Sequence[_Piece]
+    ) -> dict[Plane, torch.Tensor]:
+        found = {}
+        for plane in MOMENTS:
+            if all(spec.plane is not plane for spec in segment.planes):
+                continue
+            values = self._old(segment, plane, begin, count, keep=True)
+            for piece in pieces:
+                if self._source.has(piece.name):
+                    new = self._source.moment(piece.name, plane, piece.first, piece.last)
+                    if new is not None:
+                        values[piece.begin : piece.end].copy_(new)
+            found[plane] = values
+        return found
+
+    def _old(self, segment: Segment, plane: Plane, begin: int, count: int, keep: bool) -> torch.Tensor:
+        """The chunk's current values when they are to be kept, else zeros."""
+        dtype = plane_dtype(plane, segment.dtype)
+        if not keep:
+            return torch.zeros(count, dtype=dtype)
+        memory = plane_in_memory(segment, plane)
+        if memory is not None:
+            return memory[begin : begin + count].to("cpu", copy=True)
+        values = torch.empty(count, dtype=dtype)
+        store = self._runtime.store
+        if store is None:
+            raise RuntimeError(f"{segment.name} has no {plane} in memory and there is no store")
+        store.read(segment.name, plane, bytes_of(values), offset=begin * dtype.itemsize).wait()
+        return values
+
+
+def _begin(store: GenerationStore, frozen: Sequence[Segment]) -> Transaction:
+    return store._begin(replace_frozen=True) if frozen else store.begin()
+
+
+def _pieces(segment: Segment, begin: int, count: int) -> list[_Piece]:
+    """What lies in elements [begin, begin + count) of this rank's shard."""
+    start = segment.layout.shard_range(segment.rank)[0] + begin
+    end = start + count
+    found = []
+    for slot in segment.layout.slots:
+        first, last = max(slot.offset, start), min(slot.end, end)
+        if first < last:
+            found.append(_Piece(slot.name, first - slot.offset, last - slot.offset, first - start))
+    return found
+
+
+def refresh_replicas(runtime: "ZeroRuntime") -> None:
+    """Bring the other ranks' shards into the copies that every rank keeps whole. Collective."""
+    for segment in runtime.segments:
+        if segment.replicated and segment.flat is not None and segment.layout.world_size > 1:
+            runtime.ranks.all_gather(segment.flat)
+
+
+def refresh_homes(runtime: "ZeroRuntime") -> None:
+    """Read again what memory keeps of planes whose current generation is on NVMe."""
+    store = runtime.store
+    if store is None:
+        return
+    runtime.executor.invalidate()
+    for segment in runtime.segments:
+        copies = planes_in_memory(segment, Plane.PARAM)
+        if not copies or all(spec.plane is not Plane.PARAM for spec in segment.stored_planes):
+            continue
+        for begin in range(0, segment.layout.shard_numel, CHUNK_NUMEL):
+            count = min(CHUNK_NUMEL, segment.layout.shard_numel - begin)
+            values = torch.empty(count, dtype=segment.dtype)
+            store.read(segment.name, Plane.PARAM, bytes_of(values), offset=begin * segment.dtype.itemsize).wait()
+            for memory in copies:
+                memory[begin : begin + count].copy_(values)
+    refresh_replicas(runtime)
