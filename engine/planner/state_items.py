@@ -97,8 +97,22 @@ def gradient_items(case: Case) -> Iterator[Item]:
         formula = f"{load.itemsize} B x (root group + two blocks in flight)"
         nbytes = root + block * min(2, len(part.trainable) - 1)
         yield Item(tier=DEVICE, kind=Kind.IN_FLIGHT, nbytes=nbytes, phases=ON_THE_WAY_BACK, formula=formula)
-    if case.buffers.reduce_bucket is not None and part.ranks > 1:
-        numel = min(case.buffers.reduce_bucket, part.trainable_numel) * case.buffers.bucket_count
-        formula = f"{load.itemsize} B x {case.buffers.bucket_count} buckets"
-        nbytes = numel * load.itemsize
-        yield Item(tier=DEVICE, kind=Kind.BUCKETS, nbytes=nbytes, phases=ON_THE_WAY_BACK, formula=formula)
+    yield from _buckets(case)
+
+
+def _buckets(case: Case) -> Iterator[Item]:
+    """Several ranks reduce whole groups: the root's bucket stays open, of the blocks' one fills and two are
+    under way.
+
+    With ``reduce_bucket`` set: so many elements, as other systems' settings say.
+    """
+    part, size, own = case.slice, case.load.itemsize, case.buffers
+    if part.ranks < 2:
+        return
+    if own.reduce_bucket is not None:
+        numel = min(own.reduce_bucket, part.trainable_numel) * own.bucket_count
+        formula = f"{size} B x {own.bucket_count} buckets"
+    else:
+        numel = part.trainable[0] + sum(sorted(part.trainable[1:])[-3:])
+        formula = f"{size} B x (root group + three blocks)"
+    yield Item(tier=DEVICE, kind=Kind.BUCKETS, nbytes=numel * size, phases=ON_THE_WAY_BACK, formula=formula)
