@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 
 from lamina.aio_native import AlignedBuffer
@@ -27,7 +28,7 @@ def memory_rates(seconds: float, *, array_bytes: int = ARRAY_BYTES) -> dict[str,
     numel = array_bytes // 4
     with contextlib.ExitStack() as stack:
         kernels = stack.enter_context(Kernels(num_threads=len(os.sched_getaffinity(0))))
-        arrays = [stack.enter_context(AlignedBuffer(array_bytes)).address for _ in range(4)]
+        arrays = [_touched(stack.enter_context(AlignedBuffer(array_bytes))) for _ in range(4)]
         param, grad, first, second = arrays
         hyper = AdamHyper(lr=1e-3, step=1)
 
@@ -56,6 +57,12 @@ def memory_rates(seconds: float, *, array_bytes: int = ARRAY_BYTES) -> dict[str,
         taken = _interleaved({name: job for name, (job, _) in jobs.items()}, seconds)
     rates = {name: jobs[name][1] * array_bytes / taken[name] for name in jobs}
     return rates | {"adam_elements": numel / taken["adam"]}
+
+
+def _touched(buffer: AlignedBuffer) -> int:
+    """The address, after every page was written: pages that are only read are all the same page of zeros."""
+    np.frombuffer(buffer.view, dtype=np.float32).fill(0.5)
+    return buffer.address
 
 
 def _interleaved(jobs: dict[str, Callable[[], None]], seconds: float) -> dict[str, float]:

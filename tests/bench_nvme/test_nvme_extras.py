@@ -1,11 +1,15 @@
 """The rest of the path: memory, GPU, all-gather, and the picture of it all."""
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from nvme_toys import measured, point
 
+from lamina.aio_native import AlignedBuffer
+from lamina.aio_native.buffers import resident_bytes
+from lamina.bench.nvme import rates as rates_module
 from lamina.bench.nvme.gather import GatherError, all_gather_rate
 from lamina.bench.nvme.measure import Created
 from lamina.bench.nvme.outcome import FioPair, Outcome, PageEffect, PathOutcome
@@ -24,6 +28,22 @@ def test_memory_rates_are_in_proportion_to_the_time_taken() -> None:
     assert set(rates) == {"copy", "triad", "stream", "adam", "adam_elements"}
     assert all(1e8 < rate < 1e13 for rate in rates.values())
     assert rates["adam"] == pytest.approx(28 * rates["adam_elements"])
+
+
+def test_memory_that_is_only_read_is_real_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    resident = []
+    real = rates_module._interleaved
+
+    def look(jobs: dict[str, Callable[[], None]], seconds: float) -> dict[str, float]:
+        resident.extend(resident_bytes(buffer.address, buffer.nbytes)[0] for buffer in made)
+        return real(jobs, seconds)
+
+    made: list[AlignedBuffer] = []
+    monkeypatch.setattr(rates_module, "_interleaved", look)
+    monkeypatch.setattr(rates_module, "AlignedBuffer", lambda nbytes: made.append(AlignedBuffer(nbytes)) or made[-1])
+    memory_rates(0.0, array_bytes=4 << 20)
+    assert len(resident) == 4
+    assert min(resident) >= 4 << 20
 
 
 @pytest.mark.gpu
