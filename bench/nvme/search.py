@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .points import Measured, Phase, Point, Space, Trial, Workload
-from .verdict import by_point, score
+from .verdict import by_point, recommend, score
 
 COARSE_SHARE = 0.5
 """Of the time for the search."""
@@ -111,9 +111,13 @@ def _repeat(
     """The finalist with the fewest measurements; workloads in turn, so that a disturbance meets all alike."""
     wanted: list[tuple[int, int, int, Workload, Point]] = []
     missing = 0
+    for_all = recommend(results, space.workloads)
     for turn, workload in enumerate(space.workloads):
         groups = by_point(results, workload)
-        for rank, point in enumerate(finalists(groups)):
+        # The point for all workloads goes into the profile: it wants repeats although it may win none of them.
+        last = finalists(groups)
+        points = last if for_all is None or for_all in last else [*last, for_all]
+        for rank, point in enumerate(points):
             count = len(groups[point])
             missing += max(0, schedule.min_repeats - count)
             if count < schedule.max_repeats:

@@ -102,6 +102,8 @@ def test_each_workload_has_its_own_peak_and_one_point_serves_all() -> None:
     chosen = recommend(results, SPACE.workloads)
     assert chosen is not None
     assert min(disk(workload, chosen) / 4e9 for workload in Workload) >= 0.84**2
+    for workload in Workload:
+        assert len(by_point(results, workload)[chosen]) >= 5
 
 
 @pytest.mark.parametrize("seconds", [1.0, 3.0, 10.0, 38.0])
