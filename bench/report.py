@@ -41,10 +41,15 @@ def _cpu_name() -> str:
 
 
 def process_memory() -> dict[str, int]:
-    """Resident bytes of this process: `rss` now and `peak_rss` since it began."""
+    """Resident bytes of this process: `rss` now and `peak_rss` since it began or was reset."""
     lines = Path("/proc/self/status").read_text().splitlines()
     fields = {key: value.split() for key, _, value in (line.partition(":") for line in lines)}
     return {name: int(fields[key][0]) * 1024 for name, key in (("rss", "VmRSS"), ("peak_rss", "VmHWM"))}
+
+
+def reset_peak_memory() -> None:
+    """Let `process_memory()["peak_rss"]` begin anew from what is resident now. OSError where /proc forbids it."""
+    Path("/proc/self/clear_refs").write_text("5")
 
 
 def format_bytes(nbytes: float) -> str:

@@ -20,7 +20,7 @@ from lamina.bench.generate import generate
 from lamina.bench.gpt import GPT
 from lamina.bench.interrupt import Interrupt
 from lamina.bench.reference import PlainTrainer, train_plain
-from lamina.bench.report import Reporter, format_seconds, process_memory
+from lamina.bench.report import Reporter, format_seconds, process_memory, reset_peak_memory
 from lamina.bench.state_folder import StateFolder
 from lamina.bench.train_args import TrainingRun, parse
 from lamina.bench.train_report import (
@@ -66,7 +66,7 @@ def main(arguments: Sequence[str]) -> int:
         if options.compare and not interrupt.requested:
             others = demonstration.compare(ours.rates)
             if not interrupt.requested:
-                print_comparison(report, ours, others)
+                print_comparison(report, run, ours, others)
         report.json(result(vars(options), machine, run, corpus, ours, [] if interrupt.requested else others))
         return INTERRUPTED if interrupt.requested else 0
 
@@ -144,10 +144,13 @@ class Demonstration:
     ) -> Outcome:
         """Train through the engine. A requested stop ends it after the step, with what there is by then."""
         outcome = Outcome(name=name, rss_before=process_memory()["rss"])
+        reset_peak_memory()
         began = time.perf_counter()
         with self.engine(config, trace=trace is not None) as engine:
             outcome.setup_s = time.perf_counter() - began
             outcome.placement = str(engine.plan)
+            outcome.setup_peak_rss = process_memory()["peak_rss"]
+            reset_peak_memory()
             self.report.line(f"\n{name}: where its state lies (ready in {format_seconds(outcome.setup_s)})")
             self.report.line("\n".join(f"  {line}" for line in outcome.placement.splitlines()))
             self.report.line()

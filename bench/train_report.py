@@ -33,7 +33,10 @@ class Outcome:
     """All steps, their data and the progress display."""
     rss_before: int = 0
     """Resident before the model was built: interpreter, torch and the text."""
+    setup_peak_rss: int = 0
+    """Most resident while the model was built and its state taken to the tiers."""
     peak_rss: int = 0
+    """Most resident while it was evaluated and trained."""
     sample: tuple[bytes, bytes] = (b"", b"")
     """Prompt and what the model added."""
     placement: str = ""
@@ -105,14 +108,17 @@ def print_memory(report: Reporter, run: TrainingRun, outcome: Outcome) -> None:
     """Peaks of the tiers beside what training in memory takes."""
     state, activations = in_memory_bytes(run)
     tiers = run.config.get("tiers", {})
+    overhead = overhead_bytes(run, outcome)
     rows = [
         (f"{tier} tier", format_bytes(peak), _budget(tiers.get(f"{tier}_bytes")))
         for tier, peak in peak_by_key([step.peak_bytes for step in outcome.metrics]).items()
     ]
     rows += [
         ("activations of a micro-batch", format_bytes(activations), ""),
-        ("process, peak resident", format_bytes(outcome.peak_rss), ""),
-        ("process before the model was built", format_bytes(outcome.rss_before), ""),
+        ("process: peak resident in training", format_bytes(outcome.peak_rss), ""),
+        ("  of that neither tiers, activations nor before", format_bytes(overhead), ""),
+        ("process: peak while the model was built", format_bytes(outcome.setup_peak_rss), ""),
+        ("process: resident before", format_bytes(outcome.rss_before), ""),
         (
             f"in memory: {IN_MEMORY_BYTES_PER_PARAMETER} B x {run.shape.num_params:,} + activations",
             f"{format_bytes(state)} + {format_bytes(activations)}",
@@ -120,6 +126,17 @@ def print_memory(report: Reporter, run: TrainingRun, outcome: Outcome) -> None:
         ),
     ]
     report.table("memory", ("", "peak", "budget"), rows)
+
+
+def overhead_bytes(run: TrainingRun, outcome: Outcome) -> int:
+    """Peak of training beyond what was resident before, the memory tiers' peaks and the activations.
+
+    PyTorch's workspaces and what the allocator keeps.
+    """
+    peaks = peak_by_key([step.peak_bytes for step in outcome.metrics])
+    tiers = sum(peak for tier, peak in peaks.items() if tier != "nvme")
+    _, activations = in_memory_bytes(run)
+    return max(0, outcome.peak_rss - outcome.rss_before - tiers - activations)
 
 
 def _budget(value: object) -> str:
@@ -209,7 +226,7 @@ def compare_curves(one: Sequence[float], other: Sequence[float]) -> Difference:
     )
 
 
-def print_comparison(report: Reporter, ours: Outcome, others: Sequence[Outcome]) -> None:
+def print_comparison(report: Reporter, run: TrainingRun, ours: Outcome, others: Sequence[Outcome]) -> None:
     """The curves side by side, then the largest difference of each from the first."""
     every = max(1, -(-len(ours.losses) // CURVE_ROWS))
     shown = [step for step in range(len(ours.losses)) if step % every == 0 or step == len(ours.losses) - 1]
@@ -227,3 +244,8 @@ def print_comparison(report: Reporter, ours: Outcome, others: Sequence[Outcome])
             )
         report.line(f"{ours.name} against {other.name}: {verdict} over {len(ours.losses)} steps")
         report.line(f"  held-out loss {ours.held_out_after!r} and {other.held_out_after!r}")
+    if run.dtype == "bf16":
+        report.line(
+            "(bf16: a master exactly between two bf16 numbers is rounded away from zero here and to even by "
+            "PyTorch, so that their curves differ a little)"
+        )

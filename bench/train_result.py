@@ -10,6 +10,7 @@ from lamina.bench.train_report import (
     Outcome,
     compare_curves,
     in_memory_bytes,
+    overhead_bytes,
     peak_by_key,
     step_split,
     total_by_key,
@@ -92,6 +93,12 @@ def outcome_result(outcome: Outcome, run: TrainingRun) -> dict[str, Any]:
         "setup_s": outcome.setup_s,
         "training_s": outcome.training_s,
         "tokens_per_s": len(outcome.losses) * run.tokens_per_step / outcome.training_s if outcome.training_s else 0.0,
-        "process": {"peak_rss_bytes": outcome.peak_rss, "rss_before_bytes": outcome.rss_before},
+        "process": {
+            "peak_rss_bytes": max(outcome.setup_peak_rss, outcome.peak_rss),
+            "setup_peak_rss_bytes": outcome.setup_peak_rss,
+            "training_peak_rss_bytes": outcome.peak_rss,
+            "rss_before_bytes": outcome.rss_before,
+            "overhead_bytes": overhead_bytes(run, outcome),
+        },
         "steps": [step.as_dict() for step in steps],
     }

@@ -42,19 +42,22 @@ def test_the_report_has_peaks_sums_split_and_ratio() -> None:
         held_out_before=5.55,
         held_out_after=2.95,
         peak_rss=300_000_000,
+        rss_before=200_000_000,
         sample=(b"def f", b"(x):\n\x1b[31mred"),
     )
-    text = printed(outcome, "--device-bytes", "4MB")
+    text = printed(outcome, "--device-bytes", "4MB", "--dtype", "bf16", "--batch", "4")
     lines = [" ".join(line.replace("│", " ").split()) for line in text.splitlines()]
     assert "held-out loss 5.550 before, 2.950 after 3 steps in 0 us" in lines
     assert "| ·[31mred" in lines
     assert "device tier 3 MB 4 MB" in lines
     assert "host tier 10 MB none" in lines
-    assert "process, peak resident 300 MB" in lines
+    assert "process: peak resident in training 300 MB" in lines
+    # 300 MB - 200 MB before - 13 MB in memory tiers - 17.9 MB of activations in bf16
+    assert "of that neither tiers, activations nor before 69.1 MB" in lines
     # 3 x (1 + 2 + 3) MB in all; without the first step 15 MB in 2 steps of 3 s together, 0.2 s of it stalled
     assert "nvme->host 18 MB 7.5 MB 0.01 6.7%" in lines
     assert "step 1.5 s 100%" in lines  # without the first step
-    assert "lower bound 500 ms, ratio 3.00; 683 tokens/s" in lines
+    assert "lower bound 500 ms, ratio 3.00; 341 tokens/s" in lines
 
 
 def test_memory_without_tiers_is_16_bytes_a_parameter_and_activations() -> None:
@@ -92,7 +95,7 @@ def test_the_comparison_shows_curves_side_by_side_and_says_which_differ() -> Non
     out = io.StringIO()
     ours = Outcome(name="tiered", losses=[5.0, 4.0])
     same, other = Outcome(name="in memory", losses=[5.0, 4.0]), Outcome(name="plain", losses=[5.0, 4.5])
-    print_comparison(Reporter(out=out), ours, [same, other])
+    print_comparison(Reporter(out=out), parse(("--dtype", "fp32"))[1], ours, [same, other])
     text = out.getvalue()
     assert "5.000000 │  5.000000 │ 5.000000" in text
     assert "tiered against in memory: bit-equal over 2 steps" in text
