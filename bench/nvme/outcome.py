@@ -1,5 +1,6 @@
 """Everything that a run found, as plain data."""
 
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,17 +33,24 @@ class FioPair:
     point: Point
     fio_point: Point
     ours: tuple[float, ...]
+    """At our best point."""
     fio: tuple[float, ...]
+    """At fio's best point."""
+    same: tuple[float, ...]
+    """Ours at fio's best point: with other load on the disk, a deeper queue gets more of it, and only this is fair."""
     fio_page_kind: str
     grid: Mapping[Point, float]
     """fio's rate at each point that it was tried on."""
 
     @property
     def ratio(self) -> float:
-        """Ours over fio's: the median of the ratios of neighbouring measurements."""
-        ratios = sorted(mine / other for mine, other in zip(self.ours, self.fio, strict=True))
-        middle = len(ratios) // 2
-        return ratios[middle] if len(ratios) % 2 else (ratios[middle - 1] + ratios[middle]) / 2
+        """Our best over fio's best: the median of the ratios of neighbouring measurements."""
+        return statistics.median(mine / other for mine, other in zip(self.ours, self.fio, strict=True))
+
+    @property
+    def same_ratio(self) -> float:
+        """The same with fio's settings on both sides."""
+        return statistics.median(mine / other for mine, other in zip(self.same, self.fio, strict=True))
 
 
 @dataclass(kw_only=True)

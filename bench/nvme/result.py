@@ -112,7 +112,9 @@ def path_as_dict(found: PathOutcome) -> dict[str, Any]:
                 "fio_point": point_as_dict(pair.fio_point),
                 "ours": list(pair.ours),
                 "fio": list(pair.fio),
+                "same": list(pair.same),
                 "ratio": pair.ratio,
+                "same_ratio": pair.same_ratio,
                 "fio_page_kind": pair.fio_page_kind,
                 "grid": [{**point_as_dict(point), "rate": rate} for point, rate in pair.grid.items()],
             }

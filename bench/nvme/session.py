@@ -225,7 +225,7 @@ class Session:
             self.found.notes.append(f"no comparison with fio: {error}")
 
     def _fio_pair(self, program: str, workload: Workload, seconds: float) -> FioPair:
-        """fio over the grid for a part of the time, then its best point and ours in turn."""
+        """fio over the grid for a part of the time, then both at their best, and ours at fio's settings, in turn."""
         began = time.perf_counter()
         mine = self.found.best[workload].point
         points = fio_points(self.space, self.found.results, mine, workload)
@@ -240,20 +240,21 @@ class Session:
                 break
             tried[point] = fio(point)
         top = best_of_fio(tried, huge_pages=self.found.page_kind != "small")
-        trial = Trial(workload=workload, point=mine, seconds=each)
-        pairs: list[tuple[float, FioResult]] = []
-        while len(pairs) < FIO_ROUNDS[0] or (len(pairs) < FIO_ROUNDS[1] and time.perf_counter() - began < seconds):
-            # In turns: what disturbs the disk meets both.
-            theirs = fio(top) if len(pairs) % 2 else None
-            ours = self._run(self.bench, trial).rate
-            pairs.append((ours, theirs or fio(top)))
+        rounds: list[tuple[float, float, FioResult]] = []
+        while len(rounds) < FIO_ROUNDS[0] or (len(rounds) < FIO_ROUNDS[1] and time.perf_counter() - began < seconds):
+            # In turns, and in turning order: what disturbs the disk meets all alike.
+            theirs = fio(top) if len(rounds) % 2 else None
+            ours = self._run(self.bench, Trial(workload=workload, point=mine, seconds=each)).rate
+            same = self._run(self.bench, Trial(workload=workload, point=top, seconds=each)).rate
+            rounds.append((ours, same, theirs or fio(top)))
         return FioPair(
             workload=workload,
             point=mine,
             fio_point=top,
-            ours=tuple(ours for ours, _ in pairs),
-            fio=tuple(theirs.rate for _, theirs in pairs),
-            fio_page_kind=pairs[-1][1].page_kind,
+            ours=tuple(ours for ours, _, _ in rounds),
+            same=tuple(same for _, same, _ in rounds),
+            fio=tuple(theirs.rate for _, _, theirs in rounds),
+            fio_page_kind=rounds[-1][2].page_kind,
             grid={point: result.rate for point, result in tried.items()},
         )
 

@@ -159,17 +159,19 @@ def _print_fio(report: Reporter, found: PathOutcome) -> None:
     rows = [
         (
             pair.workload,
-            f"{summarise(pair.ours).median / 1e9:.2f}",
+            _gbps(summarise(pair.ours).median),
             str(pair.point),
-            f"{summarise(pair.fio).median / 1e9:.2f}",
+            _gbps(summarise(pair.fio).median),
             str(pair.fio_point),
-            f"{pair.ratio:.3f}",
-            f"{found.page_kind} and {pair.fio_page_kind}",
+            f"{pair.ratio:.2f}",
+            f"{pair.same_ratio:.2f}",
         )
         for pair in found.fio
     ]
-    columns = ("", "lamina GB/s", "at", "fio GB/s", "at", "ratio", "pages")
-    report.table("beside fio, measured in turn", columns, rows)
+    rounds = min(len(pair.fio) for pair in found.fio)
+    kinds = ", ".join(dict.fromkeys(pair.fio_page_kind for pair in found.fio))
+    report.line(f"beside fio: {rounds} rounds or more in turn; pages: ours {found.page_kind}, fio's {kinds}")
+    report.table("fio", ("GB/s", "ours", "at", "fio", "at", "ratio", "at fio's"), rows)
 
 
 def _print_grid(report: Reporter, found: PathOutcome, workload: Workload) -> None:

@@ -110,6 +110,7 @@ def outcome_of(path: Path, *, fio: bool) -> PathOutcome:
                     fio_point=point(),
                     ours=values,
                     fio=values,
+                    same=values,
                     fio_page_kind="thp",
                     grid={},
                 )

@@ -65,7 +65,7 @@ def test_both_are_measured_in_turn_at_their_best(
         pytest.skip("no direct I/O here")
     assert [pair["workload"] for pair in path["fio"]] == ["read", "write", "mix"]
     for pair in path["fio"]:
-        assert len(pair["ours"]) == len(pair["fio"]) >= 3
+        assert len(pair["ours"]) == len(pair["same"]) == len(pair["fio"]) >= 3
         assert set(pair["fio"]) <= {1e9, 5e8, 2e9}
         best = max(pair["grid"], key=lambda cell: cell["rate"])
         assert pair["fio_point"]["block_bytes"] == best["block_bytes"]
@@ -188,7 +188,9 @@ def test_the_ratio_is_the_median_of_the_pairs() -> None:
         fio_point=point(),
         ours=(1.0, 2.0, 9.0),
         fio=(1.0, 1.0, 10.0),
+        same=(2.0, 1.0, 5.0),
         fio_page_kind="thp",
         grid={},
     )
     assert pair.ratio == 1.0
+    assert pair.same_ratio == 1.0
