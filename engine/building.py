@@ -3,16 +3,18 @@
 import contextlib
 import os
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from lamina.tiers import DiskSpeed, Spans, probe_disk
 from lamina.zero import Ranks, ZeroOptions, ZeroRuntime
+from lamina.zero.checkpoint_target import refresh_homes
 from lamina.zero.whole_state_dict import guard_state_dict, is_placeholder
 
 from .arguments import config_of, join_ranks, place_among_ranks, refuse_arguments
+from .checkpoint.progress import resume_generation
 from .config import ConfigError, EngineConfig
 from .data import ResumableLoader, build_dataloader
 from .loss_scale import DynamicLossScaler, LossScaler, ScalePolicy, StaticLossScaler
@@ -34,7 +36,7 @@ def initialize(
     *,
     collate_fn: Callable[[list[Any]], Any] | None = None,
     seed: int = 0,
-    resume: bool | None = None,
+    resume: bool | Literal["auto"] | None = None,
     save_on_stop: str | os.PathLike[str] | None = None,
     handle_signals: bool = True,
     trace: bool = False,
@@ -54,8 +56,9 @@ def initialize(
     ``config``: the path of a JSON file or a mapping in DeepSpeed's dialect; ``config_params`` and ``args.deepspeed_config``
     are DeepSpeed's other ways to name it.
     ``training_data``: a dataset; ``seed`` shuffles it.
-    ``resume``: with ``tiers.keep_state``, go on from the last committed generation that the job's folders hold (True: it must
-    be there; False: start anew, dropping it; None: start where there is none, and refuse to drop one).
+    ``resume``: with ``tiers.keep_state``, go on from the last committed generation that the job's folders hold, after a kill
+    at any moment, say (True: it must be there; "auto": else start anew; False: start anew, dropping it; None: start anew,
+    but refuse to drop one). All optimizer state must be on nvme.
     ``save_on_stop``: save a checkpoint there when SIGINT or SIGTERM ends training; ``handle_signals``: see
     [Note: stop signals]. ``trace``: keep spans for ``write_trace``.
     ``dist_init_required``: None joins the ranks that torchrun started, if nobody has.
@@ -73,11 +76,7 @@ def initialize(
     settings = EngineConfig.load(source, world_size=world_size, resolve=_model_facts(model))
     _refuse_placeholders(model)
     choice = choose_optimizer(settings, optimizer, model_parameters, model)
-    if choice.client is not None:
-        raise ConfigError([("optimizer.type", f"{type(choice.client).__name__} is not offered yet: write Adam or AdamW")])
-    if resume is not None:
-        raise ValueError("resume is not offered yet: leave it out")
-    options = zero_options(settings, choice)
+    options = zero_options(settings, choice, resume=resume)
     check_paths(settings)
     with contextlib.ExitStack() as undo:
         monitors = open_monitors(settings, rank=rank)
@@ -100,11 +99,14 @@ def initialize(
             handle_signals=handle_signals,
         )
         undo.callback(engine.close)
-        engine.lr_scheduler = _scheduler(settings, lr_scheduler, runtime.optimizer)
+        engine.lr_scheduler = _scheduler(settings, lr_scheduler, choice.client or runtime.optimizer)
+        if runtime.resumed:
+            refresh_homes(runtime)
+            resume_generation(engine)
         if settings.dump_state and ranks.rank == 0:
             print(f"{settings.describe()}\n{engine.plan}", flush=True)
         undo.pop_all()
-    return engine, choice.shown(runtime.optimizer), loader, engine.lr_scheduler
+    return engine, choice.client or runtime.optimizer, loader, engine.lr_scheduler
 
 
 def _model_facts(model: nn.Module) -> dict[str, Any]:

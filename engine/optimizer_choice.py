@@ -25,10 +25,6 @@ class OptimizerChoice:
     adam: AdamDefaults = field(default_factory=AdamDefaults)
     client: torch.optim.Optimizer | None = None
 
-    def shown(self, built: Any) -> Any:
-        """What initialize() returns as the optimizer."""
-        return built
-
 
 def choose_optimizer(
     settings: EngineConfig,

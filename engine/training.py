@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from lamina.tiers import DiskSpeed
-from lamina.zero import TieredAdam, ZeroRuntime
+from lamina.tiers import DiskSpeed, Tier
+from lamina.zero import ClientOptimizer, TieredAdam, ZeroRuntime
 from lamina.zero.checkpoint_target import refresh_homes
 
 from .checkpoint.loading import LoadReport, load_checkpoint
@@ -58,7 +58,7 @@ class TrainingEngine(EngineFace):
         self.module = module
         self.config = config
         self.plan = plan
-        self.optimizer: TieredAdam | None = runtime.optimizer
+        self.optimizer: TieredAdam | ClientOptimizer | None = runtime.optimizer
         self.lr_scheduler: Any = None
         self.training_dataloader = training_dataloader
         self.global_steps = 0
@@ -181,7 +181,7 @@ class TrainingEngine(EngineFace):
         if self._signals is not None:
             self._signals.act()
 
-    def _update(self, optimizer: TieredAdam, scale: float) -> None:
+    def _update(self, optimizer: TieredAdam | ClientOptimizer, scale: float) -> None:
         config = self.config
         try:
             optimizer.finish(
@@ -198,7 +198,7 @@ class TrainingEngine(EngineFace):
 
     def _after_failure(self) -> None:
         """A step was cut. On NVMe the old state still counts; what memory holds may be half updated."""
-        halves = [segment.name for segment in self.runtime.segments if segment.trainable and segment.state]
+        halves = [s.name for s in self.runtime.segments if s.trainable and s.state_tier is not Tier.NVME]
         if halves or self.runtime.ranks.world_size > 1:
             self._broken = "a step failed while state in memory was being updated: load a checkpoint to go on"
         else:
@@ -520,7 +520,7 @@ class TrainingEngine(EngineFace):
         if self._broken:
             raise RuntimeError(f"{what}: {self._broken}")
 
-    def _require_optimizer(self, what: str) -> TieredAdam:
+    def _require_optimizer(self, what: str) -> TieredAdam | ClientOptimizer:
         if self.optimizer is None:
             raise RuntimeError(
                 f'{what} needs an optimizer: give one in the config ("optimizer": {{"type": "AdamW", "params": {{"lr": '

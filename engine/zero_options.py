@@ -2,7 +2,7 @@
 
 import os
 import stat
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -21,7 +21,9 @@ LOOKAHEAD_GROUPS = 64
 IO_THREADS = 8
 
 
-def zero_options(settings: EngineConfig, choice: OptimizerChoice) -> ZeroOptions:
+def zero_options(
+    settings: EngineConfig, choice: OptimizerChoice, *, resume: bool | Literal["auto"] | None = None
+) -> ZeroOptions:
     """Raises ConfigError, with every problem, for wishes that exclude each other."""
     problems: list[tuple[str, str]] = []
     tiers = settings.tiers
@@ -67,6 +69,8 @@ def zero_options(settings: EngineConfig, choice: OptimizerChoice) -> ZeroOptions
         generations=tiers.generations,
         verify=tiers.verify,
         keep_state=tiers.keep_state,
+        resume=resume,
+        client=choice.client,
         lookahead=_lookahead(settings),
         clip_norm=settings.gradient_clipping,
         adam=choice.adam,

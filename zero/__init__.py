@@ -1,6 +1,7 @@
 """Which slice of the state belongs to whom, and what happens to it: groups, mixed precision, Adam, hooks."""
 
 from .access import GatheredParameters, get_full, get_local, set_full, set_local
+from .client_optimizer import ClientOptimizer
 from .collectives import Ranks
 from .cpu_adam import CPUAdam
 from .kernels import AdamHyper, DType, Kernels
@@ -12,6 +13,7 @@ __all__ = [
     "AdamDefaults",
     "AdamHyper",
     "CPUAdam",
+    "ClientOptimizer",
     "DType",
     "GatheredParameters",
     "Kernels",

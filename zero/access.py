@@ -109,6 +109,8 @@ def _plane(plane: Plane | str, place: Place) -> Plane:
         raise ValueError("plane 'remainder' is half of a master: read or write 'master'")
     if not place.segment.trainable and wanted is not Plane.PARAM:
         raise ValueError(f"{place.slot.name} is frozen: it has no {wanted}")
+    if place.segment.client and wanted in (Plane.EXP_AVG, Plane.EXP_AVG_SQ):
+        raise ValueError(f"{place.slot.name} is updated by an optimizer of torch: look for {wanted} in its own state")
     return wanted
 
 
@@ -126,7 +128,7 @@ def _read(place: Place, plane: Plane) -> torch.Tensor | None:
         if place.index not in gradients.arrived:
             return None
         return _whole(place, gradients.piece(place.index).float())
-    if plane is Plane.MASTER and segment.dtype is not torch.float16:
+    if plane is Plane.MASTER and not segment.has_plane(Plane.MASTER):
         high = _read_plane(place, Plane.PARAM)
         if segment.dtype is torch.float32:
             return high
@@ -300,13 +302,13 @@ def _planes_of(edit: Edit) -> Iterator[tuple[Plane, torch.Tensor]]:
     if edit.plane not in (Plane.PARAM, Plane.MASTER) or not segment.trainable:
         yield edit.plane, edit.values.to(plane_dtype(edit.plane, segment.dtype))
         return
-    if segment.dtype is torch.bfloat16:
+    if segment.has_plane(Plane.REMAINDER):
         high, remainder = _split(edit.place, edit.values.float())
         yield Plane.PARAM, high
         yield Plane.REMAINDER, remainder
         return
     yield Plane.PARAM, edit.values.to(segment.dtype)
-    if segment.dtype is torch.float16:
+    if segment.has_plane(Plane.MASTER):
         yield Plane.MASTER, edit.values.float()
 
 

@@ -1,10 +1,10 @@
 """Saves and loads one rank's tiered state: NVMe-resident planes are pinned, planes in memory written to one file."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -13,9 +13,10 @@ from lamina.tiers import Plane
 
 from .access import bytes_of, plane_in_memory, planes_in_memory
 from .checkpoint_file import write_planes
-from .checkpoint_record import RankRecord, SegmentRecord
+from .checkpoint_record import ClientTensor, RankRecord, SegmentRecord
 from .checkpoint_source import PINNED_FOLDER, PLANE_FILE, CheckpointSource, RankPart, StateSource
 from .checkpoint_target import StateWriter, check_source, refresh_homes, refresh_replicas
+from .client_optimizer import ClientOptimizer
 from .segment import Segment
 
 if TYPE_CHECKING:
@@ -59,12 +60,20 @@ def save_rank(runtime: "ZeroRuntime", folder: str) -> RankRecord:
     pin = None
     if has_pinned and runtime.store is not None:
         pin = runtime.store.pin(os.path.join(folder, PINNED_FOLDER))
+    planes = _planes_in_memory(runtime, segments)
+    client = []
+    if isinstance(runtime.optimizer, ClientOptimizer):
+        for (name, key), tensor in runtime.optimizer.state_tensors().items():
+            record = ClientTensor(parameter=name, key=key, dtype=tensor.dtype, shape=tuple(tensor.shape))
+            client.append(record)
+            values = tensor.detach().cpu().contiguous().reshape(-1)
+            planes.append((name, record.plane, bytes_of(values) if values.numel() else memoryview(b"")))
     with ExitStack() as stack:
         io = runtime.io or stack.enter_context(runtime.options.open_io())
-        extents = write_planes(io, os.path.join(folder, PLANE_FILE), _planes_in_memory(runtime, segments))
+        extents = write_planes(io, os.path.join(folder, PLANE_FILE), planes)
     if pin is not None:
         pin.wait()
-    return RankRecord(segments=tuple(segments), extents=tuple(extents), has_pinned=has_pinned)
+    return RankRecord(segments=tuple(segments), extents=tuple(extents), has_pinned=has_pinned, client=tuple(client))
 
 
 def _planes_in_memory(runtime: "ZeroRuntime", records: Sequence[SegmentRecord]) -> list[tuple[str, str, memoryview]]:
@@ -94,6 +103,7 @@ def load_rank(
     strict: bool = True,
     moments: bool = True,
     gradients: bool = True,
+    client_values: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> LoadedState:
     """Load this rank's state from all ranks' parts (folder and record of each).
 
@@ -117,7 +127,22 @@ def load_rank(
         else:
             StateWriter(runtime, source, moments=moments).write(step=step, meta=meta)
         _load_gradients(runtime, source if gradients else None)
+        if moments and isinstance(runtime.optimizer, ClientOptimizer):
+            _load_client(runtime.optimizer, source, min(runtime.ranks.rank, len(records) - 1), client_values or {})
     return LoadedState(missing=tuple(missing), unexpected=tuple(unexpected), as_saved=part is not None and moments)
+
+
+def _load_client(
+    optimizer: ClientOptimizer, source: CheckpointSource, rank: int, values: Mapping[str, Mapping[str, Any]]
+) -> None:
+    part = source.parts[rank]
+    tensors = {}
+    for record in part.record.client:
+        flat = torch.empty(torch.Size(record.shape).numel(), dtype=record.dtype)
+        if flat.numel():
+            part.file().read(record.parameter, record.plane, 0, bytes_of(flat))
+        tensors[(record.parameter, record.key)] = flat.view(record.shape)
+    optimizer.load_state(tensors, values)
 
 
 def _same_part(runtime: "ZeroRuntime", source: CheckpointSource) -> RankPart | None:

@@ -133,18 +133,36 @@ class SegmentRecord:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ClientTensor:
+    """A tensor of a client's optimizer, in the plane file."""
+
+    parameter: str
+    key: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def plane(self) -> str:
+        """Its name in the plane file."""
+        return f"client {self.key}"
+
+
+@dataclass(frozen=True, kw_only=True)
 class RankRecord:
-    """One rank's part. ``has_pinned``: there is a pinned generation beside the plane file."""
+    """One rank's part. ``has_pinned``: there is a pinned generation beside the plane file. ``client``: tensors of an optimizer
+    of torch."""
 
     segments: tuple[SegmentRecord, ...]
     extents: tuple[Extent, ...]
     has_pinned: bool
+    client: tuple[ClientTensor, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         return {
             "segments": [segment.as_dict() for segment in self.segments],
             "extents": [extent.as_dict() for extent in self.extents],
             "has_pinned": self.has_pinned,
+            "client": [{**vars(t), "dtype": dtype_name(t.dtype), "shape": list(t.shape)} for t in self.client],
         }
 
     @classmethod
@@ -154,4 +172,13 @@ class RankRecord:
             segments=tuple(SegmentRecord.read(segment) for segment in data["segments"]),
             extents=tuple(Extent.of(extent) for extent in data["extents"]),
             has_pinned=bool(data["has_pinned"]),
+            client=tuple(
+                ClientTensor(
+                    parameter=str(tensor["parameter"]),
+                    key=str(tensor["key"]),
+                    dtype=dtype_of(tensor["dtype"]),
+                    shape=tuple(int(length) for length in tensor["shape"]),
+                )
+                for tensor in data["client"]
+            ),
         )

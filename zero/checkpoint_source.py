@@ -116,7 +116,7 @@ class CheckpointSource:
         segment, _ = self._places[name]
         if not segment.trainable or segment.dtype is torch.float32:
             return self._plane(name, Plane.PARAM, segment.dtype, first, last)
-        if segment.dtype is torch.float16:
+        if str(Plane.MASTER) in (*segment.pinned, *segment.filed):
             return self._plane(name, Plane.MASTER, torch.float32, first, last)
         high = self._plane(name, Plane.PARAM, torch.bfloat16, first, last)
         low = self._plane(name, Plane.REMAINDER, torch.int16, first, last)

@@ -107,7 +107,7 @@ class StateWriter:
             self._fill(param, pieces)
             return {Plane.PARAM: param}
         kernels = self._runtime.kernels
-        if segment.dtype is torch.bfloat16:
+        if segment.has_plane(Plane.REMAINDER):
             param = self._old(segment, Plane.PARAM, begin, count, keep)
             remainder = self._old(segment, Plane.REMAINDER, begin, count, keep)
             master = torch.zeros(count, dtype=torch.float32)
@@ -118,10 +118,10 @@ class StateWriter:
             self._fill(master, pieces)
             kernels.split_bf16(count, master=master.data_ptr(), param=param.data_ptr(), remainder=remainder.data_ptr())
             return {Plane.PARAM: param, Plane.REMAINDER: remainder}
-        if segment.dtype is torch.float16:
+        if segment.has_plane(Plane.MASTER):
             master = self._old(segment, Plane.MASTER, begin, count, keep)
             self._fill(master, pieces)
-            return {Plane.MASTER: master, Plane.PARAM: master.to(torch.float16)}
+            return {Plane.MASTER: master, Plane.PARAM: master.to(segment.dtype)}
         param = self._old(segment, Plane.PARAM, begin, count, keep)
         self._fill(param, pieces)
         return {Plane.PARAM: param}
@@ -136,7 +136,7 @@ class StateWriter:
     ) -> dict[Plane, torch.Tensor]:
         found = {}
         for plane in MOMENTS:
-            if all(spec.plane is not plane for spec in segment.planes):
+            if not segment.has_plane(plane):
                 continue
             values = self._old(segment, plane, begin, count, keep=True)
             for piece in pieces:

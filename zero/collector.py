@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from .client_optimizer import ClientOptimizer
 from .gradients import Gradients
 from .optimizer import TieredAdam
 from .reducer import Reducer
@@ -20,7 +21,7 @@ class GradientCollector:
     def __init__(
         self,
         gradients: Gradients,
-        optimizer: TieredAdam,
+        optimizer: TieredAdam | ClientOptimizer,
         reducer: Reducer | None,
         *,
         early: Sequence[Segment],

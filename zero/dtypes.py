@@ -30,6 +30,13 @@ STATE_PLANES: dict[torch.dtype, tuple[PlaneSpec, ...]] = {
     ),
 }
 
+CLIENT_PLANES: dict[torch.dtype, tuple[PlaneSpec, ...]] = {
+    # For an optimizer of torch, which keeps its own state.
+    torch.float32: (PlaneSpec(plane=Plane.PARAM, itemsize=4),),
+    torch.bfloat16: (PlaneSpec(plane=Plane.PARAM, itemsize=2), PlaneSpec(plane=Plane.MASTER, itemsize=4)),
+    torch.float16: (PlaneSpec(plane=Plane.PARAM, itemsize=2), PlaneSpec(plane=Plane.MASTER, itemsize=4)),
+}
+
 PLANE_DTYPE = {
     Plane.REMAINDER: torch.int16,
     Plane.MASTER: torch.float32,

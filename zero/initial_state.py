@@ -37,9 +37,15 @@ class InitialState:
         self._staging = staging
         self._chunk_numel = chunk_numel
 
-    def bring_home(self, segments: Sequence[Segment]) -> None:
-        """Place every segment; with a store, as one generation of step 0."""
-        transaction = self._store.begin() if self._store is not None else None
+    def bring_home(self, segments: Sequence[Segment], *, keep_stored: bool = False) -> None:
+        """Place every segment; with a store, as one generation of step 0.
+
+        ``keep_stored``: what the store holds already stays; what memory caches of it has yet to be read from there."""
+        transaction = None
+        if self._store is not None and not keep_stored:
+            # A store that was kept has its frozen shards already, and they are to be written anew.
+            anew = self._store.current is not None
+            transaction = self._store._begin(replace_frozen=True) if anew else self._store.begin()
         with torch.no_grad():
             for segment in segments:
                 self._place(segment, transaction)
@@ -47,7 +53,7 @@ class InitialState:
             transaction.commit(0, {})
 
     def _place(self, segment: Segment, transaction: Transaction | None) -> None:
-        if segment.stored_planes:
+        if segment.stored_planes and transaction is not None:
             self._write(segment, transaction)
         if segment.state_tier is not Tier.NVME and segment.trainable:
             self._keep_state(segment)
@@ -58,8 +64,8 @@ class InitialState:
 
     # -- NVMe ----------------------------------------------------------------------------------------------------------
 
-    def _write(self, segment: Segment, transaction: Transaction | None) -> None:
-        if self._staging is None or transaction is None:
+    def _write(self, segment: Segment, transaction: Transaction) -> None:
+        if self._staging is None:
             raise RuntimeError(f"{segment.name} is to live on NVMe but there is no store")
         numel = segment.layout.shard_numel
         shard_begin = segment.layout.shard_range(segment.rank)[0]
@@ -161,7 +167,7 @@ class InitialState:
 
     def _fill_parameters(self, segment: Segment, begin: int, flat: torch.Tensor) -> None:
         """Parameters in compute dtype from element ``begin`` of the layout on."""
-        if segment.trainable and segment.dtype is torch.bfloat16:
+        if segment.has_plane(Plane.REMAINDER):
             # The split rounds half-way cases its own way, so it must also make the copies that compute uses.
             self._split_piecewise(segment, begin, flat, torch.empty(0, dtype=torch.int16))
         else:

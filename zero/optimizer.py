@@ -17,7 +17,7 @@ import torch
 from lamina.tiers import GenerationStore, Transaction
 
 from .collectives import Ranks
-from .dtypes import KERNEL_DTYPE
+from .grad_norm import clip_factor, global_norm, partial_norms
 from .gradients import GradientPlane, Gradients
 from .kernels import AdamHyper, Kernels
 from .segment import Segment
@@ -113,7 +113,7 @@ class TieredAdam(torch.optim.Optimizer):
     def start_early(self, segment: Segment) -> None:
         """Begin the update of a segment whose gradient is final, under the rest of the backward pass."""
         plane = self._gradients[segment]
-        self._norms[id(segment)] = self._partial_norms(plane)
+        self._norms[id(segment)] = partial_norms(self._kernels, plane)
         runs = self._runs(plane, plane.arrived)
         self._early[id(segment)] = _Early(runs=runs, arrived=frozenset(plane.arrived), grad_multiplier=1.0)
         self._submit(plane, runs, 1.0, release=not self.retain_gradients, from_store=False)
@@ -144,7 +144,7 @@ class TieredAdam(torch.optim.Optimizer):
             self.discard()
             self.outcome = StepOutcome(grad_norm=norm, grad_multiplier=1.0, redone=0, skipped=True)
             return
-        multiplier = self._clip_factor(norm) / grad_scale
+        multiplier = clip_factor(norm, self.clip_norm) / grad_scale
         try:
             redone = self._update_all(multiplier)
         except BaseException:
@@ -181,28 +181,7 @@ class TieredAdam(torch.optim.Optimizer):
     def grad_norm(self) -> float:
         """Global norm of the accumulated gradients. Each parameter's sum is taken in blocks of fixed size and all of
         them are added exactly (fsum), so it depends neither on tiers nor on sub-groups nor on the order of groups."""
-        shared: list[float] = []
-        whole: list[float] = []  # of segments that every rank has all of
-        for segment in self._segments:
-            plane = self._gradients[segment]
-            known = self._norms.get(id(segment))
-            partials = shared if segment.layout.world_size > 1 else whole
-            partials += known if known is not None and not plane.edited else self._partial_norms(plane)
-        return math.sqrt(self._ranks.sum(math.fsum(shared)) + math.fsum(whole))
-
-    def _partial_norms(self, plane: GradientPlane) -> list[float]:
-        return [
-            self._kernels.squared_norm(
-                last - first, src=plane.address + first * plane.dtype.itemsize, dtype=KERNEL_DTYPE[plane.dtype]
-            )
-            for first, last in plane.pieces()
-        ]
-
-    def _clip_factor(self, norm: float) -> float:
-        """torch.nn.utils.clip_grad_norm_'s factor: max_norm / (norm + 1e-6), at most 1."""
-        if self.clip_norm <= 0 or not math.isfinite(norm):
-            return 1.0
-        return min(1.0, self.clip_norm / (norm + 1e-6))
+        return global_norm(self._segments, self._gradients, self._kernels, self._ranks, self._norms)
 
     def _is_stale(self, plane: GradientPlane, early: _Early, multiplier: float) -> bool:
         """Whether an early update used other numbers than the step would; raises when it cannot be done again."""

@@ -32,6 +32,8 @@ class ZeroOptions:
     generations: int = 2
     verify: Literal["always", "resume", "off"] = "resume"
     keep_state: bool = False
+    resume: bool | Literal["auto"] | None = None  # with keep_state: see ZeroRuntime
+    client: torch.optim.Optimizer | None = None  # runs instead of lamina's Adam, on state in memory
     lookahead: int = 64
     clip_norm: float = 0.0
     adam: AdamDefaults = field(default_factory=AdamDefaults)

@@ -16,11 +16,13 @@ from lamina.tiers import (
     Plane,
     SegmentSize,
     Spans,
+    StoreError,
     Tier,
     place,
 )
 
 from .access import claim, disclaim
+from .client_optimizer import ClientOptimizer
 from .collectives import Ranks
 from .collector import GradientCollector
 from .fetch_buffers import FetchBuffers
@@ -78,6 +80,8 @@ class ZeroRuntime:
             device=options.accelerator,
         )
         self.segments = [segment for group in self.groups for segment in group.segments]
+        for segment in self.segments:
+            segment.client = options.client is not None
         self.placement = place(
             [self._size(segment) for segment in self.segments],
             options.budgets,
@@ -116,11 +120,11 @@ class ZeroRuntime:
         )
         self._closing.callback(self.updater.close)
         self.gradients.wait_for_room = self.updater.wait_for_a_job
-        self.optimizer: TieredAdam | None = None
+        self.optimizer: TieredAdam | ClientOptimizer | None = None
         self.collector: GradientCollector | None = None
         self.early_segments = [segment for segment in self.segments if self._may_update_early(segment)]
         if options.trains:
-            self.optimizer = TieredAdam(
+            self.optimizer = self._client() or TieredAdam(
                 params,
                 options.adam,
                 segments=self.segments,
@@ -153,6 +157,18 @@ class ZeroRuntime:
         self._closing.callback(self.state.remove)
         claim(self)
         self._closing.callback(disclaim, self)
+
+    def _client(self) -> ClientOptimizer | None:
+        if self.options.client is None:
+            return None
+        return ClientOptimizer(
+            self.options.client,
+            segments=self.segments,
+            gradients=self.gradients,
+            kernels=self.kernels,
+            ranks=self.ranks,
+            clip_norm=self.options.clip_norm,
+        )
 
     def _size(self, segment: Segment) -> SegmentSize:
         return SegmentSize(
@@ -194,6 +210,7 @@ class ZeroRuntime:
             io=self.io,
             generations=options.generations,
             verify=options.verify,
+            discard_torn=options.resume is False or not options.keep_state,
         )
         self._closing.callback(lambda: store.close(remove=not options.keep_state))
         return store
@@ -219,6 +236,7 @@ class ZeroRuntime:
             spare = Arena(Tier.HOST, min(INITIAL_WRITE_BYTES, chunk * 4))
             block = spare.alloc(spare.nbytes, "initial write")
             chunk = block.nbytes // 4
+        self.resumed = self._is_to_resume()
         with torch.no_grad():
             for tensor in (*self.module.parameters(), *self.module.buffers()):
                 self.ranks.broadcast(tensor.data)
@@ -228,7 +246,7 @@ class ZeroRuntime:
             store=self.store,
             staging=block,
             chunk_numel=chunk,
-        ).bring_home(self.segments)
+        ).bring_home(self.segments, keep_stored=self.resumed)
         if block is not None and spare is not None:
             block.free()
             spare.close()
@@ -241,6 +259,38 @@ class ZeroRuntime:
                 for name, buffer in buffer_owner.named_buffers(recurse=False):
                     if buffer.is_floating_point():
                         buffer_owner._buffers[name] = buffer.to(self.options.compute_dtype)
+
+    def _is_to_resume(self) -> bool:
+        """Whether the state that the job's folders kept is gone on with.
+
+        ``resume`` True: it must be there; False: it is dropped; "auto": gone on with where there is any; None: as False, but
+        state of a step that was taken is not dropped. Raises StoreError."""
+        wanted, keeps = self.options.resume, self.options.keep_state
+        if wanted and not keeps:
+            raise ValueError("resume needs tiers.keep_state: true, so that there is state to go on with")
+        current = self.store.current if self.store is not None else None
+        found = self.ranks.union([current is None])[0] is False
+        if not found and wanted is True:
+            raise StoreError(f"resume: job {self.options.job!r} has no committed state: leave resume out to start anew")
+        if found and wanted is None and keeps and current is not None and current.step > 0:
+            raise StoreError(
+                f"job {self.options.job!r} has kept the state of step {current.step}: pass resume=True to go on from it, "
+                f"resume=False to drop it, or use another tiers.job"
+            )
+        if not (found and wanted):
+            return False
+        step = float(current.step) if current is not None else 0.0
+        if self.ranks.sum(step) != step * self.ranks.world_size:
+            raise StoreError(
+                f"resume: this rank has kept step {step:.0f}, and others another one: load a checkpoint instead"
+            )
+        lost = [s.name for s in self.segments if s.trainable and s.state_tier is not Tier.NVME]
+        if lost:
+            raise StoreError(
+                f"resume: the optimizer state of {', '.join(lost[:4])} is placed in memory, which did not survive: load a "
+                f"checkpoint, or put all of it on nvme"
+            )
+        return True
 
     def _grad_dtype(self, segment: Segment) -> torch.dtype:
         return self.options.grad_dtype or segment.dtype

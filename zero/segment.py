@@ -9,7 +9,7 @@ from torch import nn
 from lamina.tiers import Block, Plane, PlaneSpec, ShardSpec, Tier
 from lamina.tiers.gpu import Accelerator
 
-from .dtypes import STATE_PLANES
+from .dtypes import CLIENT_PLANES, STATE_PLANES
 from .memory import tensor_over
 from .partition import FlatLayout
 
@@ -34,6 +34,7 @@ class Segment:
     trainable: bool
     rank: int = 0
     block: bool = True
+    client: bool = False  # an optimizer of torch keeps the state
     param_tier: Tier = Tier.DEVICE
     state_tier: Tier = Tier.HOST
     device: Accelerator | None = None
@@ -52,8 +53,11 @@ class Segment:
     @property
     def planes(self) -> tuple[PlaneSpec, ...]:
         if self.trainable:
-            return STATE_PLANES[self.dtype]
+            return (CLIENT_PLANES if self.client else STATE_PLANES)[self.dtype]
         return (PlaneSpec(plane=Plane.PARAM, itemsize=self.dtype.itemsize),)
+
+    def has_plane(self, plane: Plane) -> bool:
+        return any(spec.plane is plane for spec in self.planes)
 
     @property
     def stored_planes(self) -> tuple[PlaneSpec, ...]:

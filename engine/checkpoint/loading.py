@@ -94,6 +94,7 @@ def load_checkpoint(
         strict=strict,
         moments=optimizer,
         gradients=not module_only,
+        client_values=decode(read.parts[min(engine.runtime.ranks.rank, len(read.parts) - 1)]["client_values"]),
     )
     _load_buffers(engine.module, buffers)
     if not module_only:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from lamina.tiers.folder import sync_directory
+from lamina.zero import ClientOptimizer
 from lamina.zero.checkpoint import save_rank
 
 from . import folder
@@ -92,7 +93,13 @@ def _save_part(engine: "TrainingEngine", partial: str) -> None:
     part = os.path.join(partial, f"rank{engine.runtime.ranks.rank}")
     os.mkdir(part, 0o700)
     record = save_rank(engine.runtime, part)
-    content = {**record.as_dict(), "random": encode(random_state())}
+    optimizer = engine.optimizer
+    values = optimizer.state_values() if isinstance(optimizer, ClientOptimizer) else {}
+    content = {
+        **record.as_dict(),
+        "random": encode(random_state()),
+        "client_values": encode(values, "optimizer state"),
+    }
     folder.write_json(os.path.join(part, folder.RANK_FILE), content)
     sync_directory(part)
 
