@@ -140,7 +140,7 @@ def _read_plane(place: Place, plane: Plane) -> torch.Tensor:
     """A copy of a stored plane of the whole parameter."""
     memory = plane_in_memory(place.segment, plane)
     first, last = _shard_range(place)
-    if memory is not None:
+    if memory is not None and not _is_ahead(place, plane):
         return _whole(place, memory[first:last].to("cpu", copy=True))
     dtype = plane_dtype(plane, place.segment.dtype)
     values = torch.empty(last - first, dtype=dtype)
@@ -150,6 +150,13 @@ def _read_plane(place: Place, plane: Plane) -> torch.Tensor:
     if values.numel():
         store.read(place.segment.name, plane, bytes_of(values), offset=first * dtype.itemsize).wait()
     return _whole(place, values)
+
+
+def _is_ahead(place: Place, plane: Plane) -> bool:
+    """Whether the copy in memory already has the coming step's values while the store's planes still have the last one's."""
+    optimizer = place.runtime.optimizer
+    stored = any(spec.plane is plane for spec in place.segment.stored_planes)
+    return stored and optimizer is not None and optimizer.started_early(place.segment)
 
 
 def _shard_range(place: Place) -> tuple[int, int]:

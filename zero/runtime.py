@@ -57,6 +57,7 @@ class ZeroRuntime:
         self.options = options
         self.ranks = ranks or Ranks()
         self.spans = spans or Spans()
+        self._in_backward = False
         self._closing = ExitStack()
         self._closing.callback(self.ranks.close)
         try:
@@ -303,13 +304,27 @@ class ZeroRuntime:
     # -- the life of a step --------------------------------------------------------------------------------------------
 
     def forward_context(self) -> AbstractContextManager[None]:
+        """Around every forward and backward pass.
+
+        Raises RuntimeError for a forward pass between ``backward()`` and ``step()`` when parameters that compute uses
+        were already updated.
+        """
+        if not self._in_backward and self.optimizer is not None and self.optimizer.updating:
+            ahead = [s.name for s in self.early_segments if s.updated_where_used and self.optimizer.started_early(s)]
+            if ahead:
+                raise RuntimeError(
+                    f"forward between backward() and step(): {', '.join(ahead[:3])}{', …' if len(ahead) > 3 else ''} already "
+                    f"have the coming step's values. Call step() first, or write tiers.overlap_update: false"
+                )
         return self.state.forward()
 
     def begin_backward(self, *, last_of_window: bool) -> None:
+        self._in_backward = True
         if self.collector is not None:
             self.collector.begin_backward(last_of_window=last_of_window)
 
     def end_backward(self, *, succeeded: bool = True) -> None:
+        self._in_backward = False
         if self.collector is not None:
             self.collector.end_backward()
             if succeeded:

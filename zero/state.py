@@ -88,6 +88,26 @@ def _flatten(values: Sequence[Any]) -> Iterator[Any]:
             yield value
 
 
+class _ModuleUse:
+    """Pins a module's groups while its forward runs, also when it calls itself; what failed half-way is let go of."""
+
+    def __init__(self, executor: Executor, groups: Sequence[int]) -> None:
+        self._executor = executor
+        self._groups = groups
+        self._pinned: list[list[int]] = []  # one entry per call under way
+
+    def begin(self, _module: nn.Module, _args: Any) -> None:
+        pinned: list[int] = []
+        self._pinned.append(pinned)
+        for group in self._groups:
+            self._executor.pin(group)
+            pinned.append(group)
+
+    def end(self, _module: nn.Module, _args: Any, _output: Any) -> None:
+        for group in self._pinned.pop() if self._pinned else ():
+            self._executor.unpin(group)
+
+
 class ZeroState:
     """Owns the hooks on one module. ``take_gradient`` is called with every gradient (segment, slot, values)."""
 
@@ -150,16 +170,9 @@ class ZeroState:
             if not used:
                 continue
 
-            def acquire(_module: nn.Module, _args: Any, used: list[int] = used) -> None:
-                for group in used:
-                    self.executor.pin(group)
-
-            def release(_module: nn.Module, _args: Any, _output: Any, used: list[int] = used) -> None:
-                for group in used:
-                    self.executor.unpin(group)
-
-            self._handles.append(part.register_forward_pre_hook(acquire, prepend=True))
-            self._handles.append(part.register_forward_hook(release, always_call=True))
+            uses = _ModuleUse(self.executor, used)
+            self._handles.append(part.register_forward_pre_hook(uses.begin, prepend=True))
+            self._handles.append(part.register_forward_hook(uses.end, always_call=True))
 
     # -- saved tensors: see [Note: saved parameters] -------------------------------------------------------------------
 
