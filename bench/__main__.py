@@ -102,6 +102,8 @@ def explain(error: BaseException) -> str:
     """What to print for an error: its message, which for system errors holds the path."""
     if isinstance(error, KeyboardInterrupt):
         return "interrupted"
+    if isinstance(error, OSError) and type(error).__module__ == "builtins" and error.filename is not None:
+        return f"{error.strerror}: {error.filename}"
     return str(error) or type(error).__name__
 
 

@@ -8,6 +8,14 @@ from types import TracebackType
 from typing import Self
 
 
+def why_not_writable(path: Path) -> int:
+    """0 when the user may write to an existing file or folder, else the errno that says why not."""
+    wanted = os.R_OK | os.W_OK | os.X_OK if path.is_dir() else os.W_OK
+    if os.access(path, wanted):
+        return 0
+    return errno.EROFS if os.statvfs(path).f_flag & os.ST_RDONLY else errno.EACCES
+
+
 class StateFolder:
     """A context manager. Folders that it made (mode 0700) are removed at exit when they are empty."""
 
@@ -38,9 +46,8 @@ class StateFolder:
             self._made.append(folder)
         if not self.path.is_dir():
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(self.path))
-        if not os.access(self.path, os.R_OK | os.W_OK | os.X_OK):
-            read_only = os.statvfs(self.path).f_flag & os.ST_RDONLY
-            number = errno.EROFS if read_only else errno.EACCES
+        number = why_not_writable(self.path)
+        if number:
             raise OSError(number, os.strerror(number), str(self.path))
 
     def _remove_made(self) -> None:

@@ -21,7 +21,7 @@ from lamina.bench.gpt import GPT
 from lamina.bench.interrupt import Interrupt
 from lamina.bench.reference import PlainTrainer, train_plain
 from lamina.bench.report import Reporter, format_seconds, process_memory, reset_peak_memory
-from lamina.bench.state_folder import StateFolder
+from lamina.bench.state_folder import StateFolder, why_not_writable
 from lamina.bench.train_args import TrainingRun, parse
 from lamina.bench.train_report import (
     Outcome,
@@ -87,11 +87,10 @@ def check_writable(path: Path, *, option: str) -> None:
         number = errno.EISDIR
     elif not folder.is_dir():
         number = errno.ENOTDIR if folder.exists() else errno.ENOENT
-    elif not os.access(path if path.exists() else folder, os.W_OK):
-        number = errno.EACCES
     else:
-        return
-    raise OSError(number, f"{option}: {os.strerror(number)}", str(path))
+        number = why_not_writable(path if path.exists() else folder)
+    if number:
+        raise OSError(number, f"{option}: {os.strerror(number)}", str(path))
 
 
 def device_of(engine: TrainingEngine) -> torch.device:

@@ -77,27 +77,27 @@ OwnError.__module__ = "lamina.tiers.errors"
 
 
 @pytest.mark.parametrize(
-    ("error", "code"),
+    ("error", "code", "message"),
     [
-        (ValueError("--x 3: too small"), 2),
-        (FileNotFoundError(errno.ENOENT, "No such file", "/x"), 2),
-        (PermissionError(errno.EACCES, "Permission denied", "/x"), 2),
-        (OSError(errno.EROFS, "Read-only", "/x"), 2),
-        (OSError(errno.ENOSPC, "No space left", "/x"), 1),
-        (OSError(errno.EIO, "I/O error", "/x"), 1),
-        (MemoryError("wanted 3, free 2"), 1),
-        (OwnError("the folder is locked by process 12"), 1),
-        (KeyboardInterrupt(), 130),
+        (ValueError("--x 3: too small"), 2, "--x 3: too small"),
+        (FileNotFoundError(errno.ENOENT, "No such file", "/x"), 2, "No such file: /x"),
+        (PermissionError(errno.EACCES, "Permission denied", "/x"), 2, "Permission denied: /x"),
+        (OSError(errno.EROFS, "Read-only", "/x"), 2, "Read-only: /x"),
+        (OSError(errno.ENOSPC, "No space left", "/x"), 1, "No space left: /x"),
+        (OSError(errno.EIO, "I/O error"), 1, "[Errno 5] I/O error"),
+        (MemoryError("wanted 3, free 2"), 1, "wanted 3, free 2"),
+        (OwnError("locked by process 12"), 1, "locked by process 12"),
+        (KeyboardInterrupt(), 130, "interrupted"),
     ],
 )
 def test_errors_are_one_message_and_a_code(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: BaseException, code: int
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: BaseException, code: int, message: str
 ) -> None:
     offer(monkeypatch, raising(error))
     assert command.main(["toy"]) == code
     printed = capsys.readouterr()
     assert printed.out == ""
-    assert printed.err == f"lamina: {str(error) or 'interrupted'}\n"
+    assert printed.err == f"lamina: {message}\n"
     assert command.main(["--traceback", "toy"]) == code
     assert "Traceback" in capsys.readouterr().err
 
