@@ -1,6 +1,7 @@
 """Where bytes live and when they move: arenas, the generation store, link models, the scheduler, the executor."""
 
 from .arena import Arena, ArenaReport, Block
+from .bandwidth import BandwidthModel, Curve, Link, Measured
 from .errors import BudgetError, IntegrityError, LayoutError, LockedError, SpaceError, StoreError
 from .executor import Executor
 from .handle import TransferHandle
@@ -20,9 +21,11 @@ __all__ = [
     "Action",
     "Arena",
     "ArenaReport",
+    "BandwidthModel",
     "Block",
     "BudgetError",
     "Budgets",
+    "Curve",
     "DiskSpeed",
     "Executor",
     "GenerationInfo",
@@ -30,7 +33,9 @@ __all__ = [
     "Home",
     "IntegrityError",
     "LayoutError",
+    "Link",
     "LockedError",
+    "Measured",
     "NvmePath",
     "Placement",
     "PlacementError",

@@ -1,0 +1,253 @@
+"""How fast links are: bandwidth against request size, direction, mix and number of users; pure, over plain data.
+
+A model starts from a profile or a probe and is corrected by what was measured while training. Sizes in bytes, times in
+seconds, rates in bytes per second.
+"""
+
+import math
+import statistics
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from .probe import DiskSpeed
+from .profile import DiskProfile, Profile
+
+DISK = "nvme"
+TO_DEVICE = "host->device"
+TO_HOST = "device->host"
+
+WINDOW = 5
+"""Measurements that a correction is the median of."""
+THRESHOLD = 0.1
+"""Relative change below which a correction stays as it is (hysteresis)."""
+CLIP = 8.0
+"""A single measurement counts as at most this many times slower or faster than modelled."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curve:
+    """Rate of one direction against request size.
+
+    ``points``: (request bytes, rate), sizes rising. Between two points the rate is interpolated over the logarithm of
+    the size; outside, that of the nearest one holds. ``latency_s``: until the first byte of a transfer that finds the link idle.
+    """
+
+    points: tuple[tuple[int, float], ...]
+    latency_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        sizes = [size for size, _ in self.points]
+        if not sizes or sizes != sorted(set(sizes)) or sizes[0] < 1:
+            raise ValueError(f"request sizes {sizes} of a curve: want at least one, positive and rising")
+        if not all(0 < rate < math.inf for _, rate in self.points) or not 0 <= self.latency_s < math.inf:
+            raise ValueError(f"rates of {self.points}, latency {self.latency_s}: must be positive and finite")
+
+    @classmethod
+    def flat(cls, rate: float, *, latency_s: float = 0.0) -> "Curve":
+        """The same rate at every size."""
+        return cls(points=((1, rate),), latency_s=latency_s)
+
+    def rate(self, request_bytes: int | None = None) -> float:
+        """Bytes per second of requests of this size; None: of the largest that was measured."""
+        sizes = [size for size, _ in self.points]
+        if request_bytes is None or request_bytes >= sizes[-1]:
+            return self.points[-1][1]
+        at = bisect_left(sizes, request_bytes)
+        if at == 0:
+            return self.points[0][1]
+        (low, slow), (high, fast) = self.points[at - 1], self.points[at]
+        share = math.log(max(request_bytes, 1) / low) / math.log(high / low)
+        return slow + share * (fast - slow)
+
+    def scaled(self, factor: float) -> "Curve":
+        """All rates times ``factor``."""
+        return replace(self, points=tuple((size, rate * factor) for size, rate in self.points))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """One physical way, both directions.
+
+    ``mix_gain``: how many seconds of pure transfers one second of a read-and-write mix does; 1 is half duplex (times add
+    up), 2 full duplex. ``sharers``: ranks that use it at once. ``sharing_loss``: share of the rate that each further
+    user costs all of them together. ``inflight_bytes``: the most that is under way at once.
+    """
+
+    name: str
+    read: Curve
+    write: Curve
+    mix_gain: float = 1.0
+    sharers: int = 1
+    sharing_loss: float = 0.0
+    inflight_bytes: int = 8 << 20
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.mix_gain <= 2:
+            raise ValueError(f"mix_gain {self.mix_gain} of {self.name}: 1 is half duplex, 2 full duplex")
+        if self.sharers < 1 or not 0 <= self.sharing_loss < 1:
+            raise ValueError(f"{self.sharers} sharers of {self.name}, loss {self.sharing_loss}: want >= 1 and [0, 1)")
+
+    @property
+    def share(self) -> float:
+        """Part of the link's rate that one of its users gets while all of them use it."""
+        return 1 / (self.sharers * (1 + self.sharing_loss * (self.sharers - 1)))
+
+    def read_s(self, nbytes: float, request_bytes: int | None = None) -> float:
+        """Time of a read that has its share of the link for itself."""
+        return nbytes / (self.read.rate(request_bytes) * self.share)
+
+    def write_s(self, nbytes: float, request_bytes: int | None = None) -> float:
+        """Time of a write that has its share of the link for itself."""
+        return nbytes / (self.write.rate(request_bytes) * self.share)
+
+    def seconds(self, read_bytes: float, written_bytes: float, request_bytes: int | None = None) -> float:
+        """Time of both, mixed as far as the shorter of them reaches; without latency."""
+        return mixed_seconds(
+            self.read_s(read_bytes, request_bytes), self.write_s(written_bytes, request_bytes), self.mix_gain
+        )
+
+
+def mixed_seconds(read_s: float, write_s: float, mix_gain: float) -> float:
+    """Time of two streams that would take ``read_s`` and ``write_s`` alone: both side by side until the shorter ends."""
+    short, long = sorted((read_s, write_s))
+    return 2 * short / mix_gain + (long - short)
+
+
+@dataclass(kw_only=True)
+class Correction:
+    """How many times slower than modelled a link is: the median of the last few steps, with hysteresis.
+
+    ``factor`` (measured over modelled seconds) moves only when the median of a window that is at least half full is
+    further from it than ``THRESHOLD``; a single outlier therefore changes nothing.
+    """
+
+    factor: float = 1.0
+    samples: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
+
+    def observe(self, ratio: float) -> bool:
+        """Take one measurement; True when the factor moved."""
+        self.samples.append(min(max(ratio, self.factor / CLIP), self.factor * CLIP))
+        if len(self.samples) <= WINDOW // 2:
+            return False
+        median = statistics.median(self.samples)
+        if abs(median / self.factor - 1) <= THRESHOLD:
+            return False
+        self.factor = median
+        # What was measured before a change says nothing about the time after it.
+        recent = [sample for sample in self.samples if abs(sample / median - 1) <= THRESHOLD]
+        self.samples = deque(recent, maxlen=WINDOW)
+        return True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What a link did in one step: bytes each way, and the seconds that it was busy."""
+
+    link: str
+    read_bytes: int
+    written_bytes: int
+    busy_s: float
+
+
+class BandwidthModel:
+    """All links, as modelled and as corrected by measurements.
+
+    ``link(name)`` gives the corrected link. ``observe`` takes a step's measurements and says whether any link now counts
+    as faster or slower than before: a reason to plan anew.
+    """
+
+    MINIMUM_BYTES = 4 << 20
+    """A step that moves less over a link says nothing about its rate."""
+
+    def __init__(self, links: Iterable[Link]) -> None:
+        self._links = {link.name: link for link in links}
+        self._corrections = {name: Correction() for name in self._links}
+
+    @classmethod
+    def from_speeds(cls, disks: Sequence[DiskSpeed], **changes: object) -> "BandwidthModel":
+        """From a probe of each path. Bytes are striped evenly over the paths, so the slowest decides."""
+        return cls([disk_link(disks, **changes)] if disks else [])
+
+    @classmethod
+    def from_profile(cls, profile: Profile, *, sharers: int = 1) -> "BandwidthModel":
+        """From what ``lamina nvme`` measured: striped evenly over its disks; links to a device where it has them."""
+        different = list({disk.identity: disk for disk in profile.disks}.values())
+        disk = disk_link([disk.speed() for disk in different], sharers=sharers)
+        gain = min(2.0, max(1.0, min(disk.mix_gain for disk in different)))
+        links = [
+            replace(
+                disk,
+                read=replace(disk.read, latency_s=max(_first_byte_s(item, "read") for item in different)),
+                write=replace(disk.write, latency_s=max(_first_byte_s(item, "write") for item in different)),
+                mix_gain=gain,
+                inflight_bytes=sum(item.block_bytes * item.queue_depth for item in different),
+            )
+        ]
+        up, down = profile.machine.host_to_device, profile.machine.device_to_host
+        if up and down:
+            both = profile.machine.both_ways
+            duplex = 2.0 if both is None else min(2.0, max(1.0, both / max(up, down)))
+            links.append(Link(name=TO_DEVICE, read=Curve.flat(up), write=Curve.flat(down), mix_gain=duplex))
+        return cls(links)
+
+    @property
+    def names(self) -> list[str]:
+        """Links in the order in which they were given."""
+        return list(self._links)
+
+    def link(self, name: str) -> Link:
+        """The link as corrected by now. Raises KeyError that lists what there is."""
+        if name not in self._links:
+            raise KeyError(f"no link {name!r}; there are: {', '.join(self._links) or 'none'}")
+        modelled, factor = self._links[name], self._corrections[name].factor
+        return replace(modelled, read=modelled.read.scaled(1 / factor), write=modelled.write.scaled(1 / factor))
+
+    def factor(self, name: str) -> float:
+        """How many times slower than first modelled the link counts as."""
+        return self._corrections[name].factor
+
+    def observe(self, measured: Measured) -> bool:
+        """Take the measurement of one step; True when the link's rates changed."""
+        link = self._links.get(measured.link)
+        if link is None or measured.read_bytes + measured.written_bytes < self.MINIMUM_BYTES or measured.busy_s <= 0:
+            return False
+        modelled = link.seconds(measured.read_bytes, measured.written_bytes)
+        return self._corrections[measured.link].observe(measured.busy_s / modelled)
+
+    def as_dict(self) -> dict[str, dict[str, float]]:
+        """Plain data: each link's corrected rates."""
+        return {
+            name: {
+                "read": self.link(name).read.rate(),
+                "write": self.link(name).write.rate(),
+                "mix_gain": self.link(name).mix_gain,
+                "correction": self.factor(name),
+            }
+            for name in self._links
+        }
+
+
+def disk_link(disks: Sequence[DiskSpeed], **changes: object) -> Link:
+    """Several paths as one link: every byte range is striped evenly over them. Raises ValueError without any."""
+    if not disks:
+        raise ValueError("no disk was measured: give at least one")
+    number = len(disks)
+    values: dict[str, object] = {
+        "name": DISK,
+        "read": Curve.flat(number * min(disk.read for disk in disks)),
+        "write": Curve.flat(number * min(disk.write for disk in disks)),
+    }
+    return Link(**(values | changes))  # type: ignore[arg-type]
+
+
+def _first_byte_s(disk: DiskProfile, direction: str) -> float:
+    """Latency of a piece that does not wait for the others: the mean at the chosen depth counts all of them."""
+    mean = disk.read_latency_s if direction == "read" else disk.write_latency_s
+    return max(0.0, mean / disk.queue_depth)
+
+
+def slowest(links: Mapping[str, float]) -> str:
+    """The name with the largest time; "" without any."""
+    return max(links, key=lambda name: links[name], default="")
