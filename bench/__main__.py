@@ -150,7 +150,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"lamina: no command {name!r}; there are: {', '.join(commands)}", file=sys.stderr)
         return USAGE
     try:
-        return run(load(name), rest, show_traceback=show_traceback)
+        # Loading takes seconds, in which Ctrl-C is to be as quiet as later.
+        return run(lambda given: load(name)(given), rest, show_traceback=show_traceback)
     except SystemExit as done:  # argparse leaves this way after --help and after a wrong option
         return done.code if isinstance(done.code, int) else (SUCCESS if done.code is None else USAGE)
 

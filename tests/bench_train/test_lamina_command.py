@@ -102,6 +102,18 @@ def test_errors_are_one_message_and_a_code(
     assert "Traceback" in capsys.readouterr().err
 
 
+def test_ctrl_c_while_a_command_is_loaded_is_quiet(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def load(name: str) -> Callable[[Sequence[str]], int]:
+        raise KeyboardInterrupt
+
+    offer(monkeypatch, lambda arguments: 0)
+    monkeypatch.setattr(command, "load", load)
+    assert command.main(["toy"]) == 130
+    assert capsys.readouterr().err == "lamina: interrupted\n"
+
+
 def test_our_own_faults_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     offer(monkeypatch, raising(ZeroDivisionError("a bug")))
     with pytest.raises(ZeroDivisionError):
