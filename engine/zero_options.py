@@ -78,6 +78,7 @@ def zero_options(
             backend=tiers.io_backend,
             block_bytes=settings.aio.block_size,
             queue_depth=settings.aio.queue_depth,
+            max_inflight_bytes=settings.aio.block_size * settings.aio.queue_depth,
             num_threads=max(IO_THREADS, settings.aio.intra_op_parallelism),
         ),
     )

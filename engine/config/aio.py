@@ -12,7 +12,7 @@ class AioConfig(Block):
     """Sizes of asynchronous I/O."""
 
     block_size: Bytes = Field(default=1 << 20, description="bytes of one request")
-    queue_depth: PositiveCount = Field(default=32, description="requests in flight")
+    queue_depth: PositiveCount = Field(default=8, description="requests in flight")
     intra_op_parallelism: PositiveCount = Field(
         default=1, description="threads of the threads backend; it has at least 8"
     )
