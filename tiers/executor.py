@@ -174,7 +174,7 @@ class Executor:
         return DeviceState(held=held, busy=busy, capacity_bytes=sum(held.values()) + self.arena.free_bytes)
 
     def _prefetch(self) -> None:
-        upcoming = self.trace.upcoming(len(self.trace.recorded))
+        upcoming = self.trace.ahead
         if not upcoming:
             return
         for action in self._scheduler.prefetch(self._state(), upcoming):
@@ -252,7 +252,7 @@ class Executor:
 
     def make_room(self, nbytes: int, owner: str) -> Block:
         """A block of the device tier: evicts idle groups, furthest next use first, until it fits. Raises BudgetError."""
-        upcoming = self.trace.upcoming(len(self.trace.recorded))
+        upcoming = self.trace.ahead
         while True:
             block = self.arena.try_alloc(nbytes, owner)
             if block is not None:
@@ -260,12 +260,12 @@ class Executor:
             state = self._state()
             idle = [group for group in state.held if group not in state.busy]
             if idle:
-                self._evict(max(idle, key=lambda group: (_distance(upcoming, group), group)))
+                self._evict(max(idle, key=lambda group: (upcoming.next_use(group), group)))
                 continue
             waiting = [i for i, seat in enumerate(self._seats) if seat.residency is Residency.FETCHING]
             if not waiting:
                 raise self._refusal(nbytes, owner)
-            self._drop(max(waiting, key=lambda group: (_distance(upcoming, group), group)))  # a prefetch came too early
+            self._drop(max(waiting, key=lambda group: (upcoming.next_use(group), group)))  # a prefetch came too early
 
     def _refusal(self, nbytes: int, owner: str) -> BudgetError:
         in_use = [self.sources[i].name for i, seat in enumerate(self._seats) if seat.pins]
@@ -280,7 +280,3 @@ class Executor:
             budget=self.arena.nbytes,
             largest=self.arena.largest_hole,
         )
-
-
-def _distance(upcoming: Sequence[int], group: int) -> int:
-    return upcoming.index(group) if group in upcoming else len(upcoming)

@@ -8,8 +8,9 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from .plan import Action, Verb
+from .trace import NEVER, Upcoming
 
-NEVER = 1 << 60
+__all__ = ["NEVER", "DeviceState", "Scheduler"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +83,8 @@ class Scheduler:
 
 
 def _next_uses(upcoming: Sequence[int]) -> Callable[[int], int]:
+    if isinstance(upcoming, Upcoming):
+        return upcoming.next_use
     first: dict[int, int] = {}
     for distance, group in enumerate(upcoming):
         first.setdefault(group, distance)

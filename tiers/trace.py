@@ -3,7 +3,13 @@
 Pure data. The first step records it; every later step walks along it and says when it deviates.
 """
 
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import overload
+
+NEVER = 1 << 60
+"""Distance to a use that does not come."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -12,6 +18,56 @@ class Access:
 
     group: int
     compute_s: float = 0.0
+
+
+class Order:
+    """Groups in the order of their uses in one step, indexed so that a group's next use is found in O(log uses)."""
+
+    def __init__(self, groups: Iterable[int]) -> None:
+        self.groups = tuple(groups)
+        self._positions: dict[int, list[int]] = {}
+        for position, group in enumerate(self.groups):
+            self._positions.setdefault(group, []).append(position)
+
+    def distance(self, at: int, group: int) -> int:
+        """Uses from position ``at`` until the group's next one, going round; NEVER when it has none."""
+        positions = self._positions.get(group)
+        if not positions:
+            return NEVER
+        index = bisect_left(positions, at)
+        return positions[index] - at if index < len(positions) else positions[0] + len(self.groups) - at
+
+
+class Upcoming(Sequence[int]):
+    """The groups of the accesses to come, nearest first: one whole round of the trace from position ``at`` on."""
+
+    def __init__(self, order: Order, at: int) -> None:
+        self._order = order
+        self._at = at % len(order.groups) if order.groups else 0
+
+    def __len__(self) -> int:
+        return len(self._order.groups)
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[int]: ...
+    def __getitem__(self, index: int | slice) -> int | list[int]:
+        groups = self._order.groups
+        if isinstance(index, slice):
+            return [groups[(self._at + ahead) % len(groups)] for ahead in range(*index.indices(len(groups)))]
+        if not -len(groups) <= index < len(groups):
+            raise IndexError(f"access {index} of {len(groups)} to come")
+        return groups[(self._at + index) % len(groups)]
+
+    def __iter__(self) -> Iterator[int]:
+        groups = self._order.groups
+        yield from groups[self._at :]
+        yield from groups[: self._at]
+
+    def next_use(self, group: int) -> int:
+        """How many accesses from now the group is used; NEVER when it is not."""
+        return self._order.distance(self._at, group)
 
 
 @dataclass(kw_only=True)
@@ -30,6 +86,7 @@ class TraceCursor:
     deviant: bool = False
     _this_step: list[Access] = field(default_factory=list)
     _deviant_steps: int = 0
+    _order: Order | None = None
 
     @property
     def known(self) -> bool:
@@ -53,22 +110,35 @@ class TraceCursor:
                 self.position = index
                 return
 
-    def end_step(self) -> None:
-        """Close the step: adopt what was recorded when there is no trace yet or two steps in a row deviated."""
+    def end_step(self, compute_s: float = 0.0) -> None:
+        """Close the step: adopt what was recorded when there is no trace yet or two steps in a row deviated.
+
+        ``compute_s`` is the time that the last access computed.
+        """
+        if self._this_step:
+            self._this_step[-1] = Access(group=self._this_step[-1].group, compute_s=compute_s)
         short = self.position + 1 < len(self.recorded)
-        if not self.recorded:
-            self.recorded = self._this_step
-        elif self.deviant or (short and self._this_step):
-            self._deviant_steps += 1
-            if self._deviant_steps >= 2:
-                self.recorded = self._this_step
-                self._deviant_steps = 0
-        else:
-            self._deviant_steps = 0
-            self.recorded = self._this_step or self.recorded
+        odd = self.known and (self.deviant or (short and bool(self._this_step)))
+        self._deviant_steps = self._deviant_steps + 1 if odd else 0
+        if self._this_step and (not odd or self._deviant_steps == 2):
+            self._adopt(self._this_step, same_order=self.known and not odd)
         self._this_step = []
         self.position = -1
         self.deviant = False
+
+    def _adopt(self, step: list[Access], *, same_order: bool) -> None:
+        """Take a step as the trace; where its order is the known one, only the compute times are newer."""
+        self.recorded = step
+        self._deviant_steps = 0
+        if not same_order:
+            self._order = None
+
+    @property
+    def ahead(self) -> Upcoming:
+        """All accesses from here on, once round."""
+        if self._order is None:
+            self._order = Order(access.group for access in self.recorded)
+        return Upcoming(self._order, self.position + 1)
 
     def upcoming(self, limit: int) -> list[int]:
         """Groups of the next ``limit`` accesses, going round into the next step after the last one."""

@@ -1,6 +1,10 @@
 """The trace is recorded in the first step, followed afterwards, and replaced only when deviations last."""
 
+from hypothesis import given
+from hypothesis import strategies as st
+
 from lamina.tiers import TraceCursor
+from lamina.tiers.trace import NEVER, Order, Upcoming
 
 
 def run_step(cursor: TraceCursor, groups: list[int]) -> bool:
@@ -69,3 +73,35 @@ def test_a_step_without_accesses_changes_nothing() -> None:
     run_step(cursor, [])
     run_step(cursor, [])
     assert order(cursor) == [0, 1]
+
+
+def test_the_way_ahead_is_one_whole_round_with_the_distance_of_every_group() -> None:
+    cursor = TraceCursor()
+    run_step(cursor, [0, 1, 2, 1, 0])
+    assert list(cursor.ahead) == [0, 1, 2, 1, 0]
+    for group in (0, 1):
+        cursor.observe(group)
+    assert list(cursor.ahead) == cursor.upcoming(5) == [2, 1, 0, 0, 1]
+    assert cursor.ahead[:2] == [2, 1]
+    assert [cursor.ahead.next_use(group) for group in (2, 1, 0, 7)] == [0, 1, 2, NEVER]
+    cursor.end_step()
+    run_step(cursor, [0, 2])
+    run_step(cursor, [0, 2])
+    assert list(cursor.ahead) == [0, 2], "a new trace has a new index"
+
+
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=20), st.integers(0, 19), st.integers(0, 6))
+def test_a_group_s_next_use_is_where_a_plain_search_finds_it(groups: list[int], at: int, wanted: int) -> None:
+    ahead = Upcoming(Order(groups), at)
+    listed = [groups[(at + i) % len(groups)] for i in range(len(groups))]
+    assert list(ahead) == listed
+    assert [ahead[i] for i in range(len(ahead))] == listed
+    assert ahead.next_use(wanted) == (listed.index(wanted) if wanted in listed else NEVER)
+
+
+def test_the_last_access_has_the_time_that_the_step_s_end_tells() -> None:
+    cursor = TraceCursor()
+    cursor.observe(0)
+    cursor.observe(1, 0.25)
+    cursor.end_step(0.5)
+    assert [access.compute_s for access in cursor.recorded] == [0.25, 0.5]
