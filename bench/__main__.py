@@ -149,9 +149,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name not in commands:
         print(f"lamina: no command {name!r}; there are: {', '.join(commands)}", file=sys.stderr)
         return USAGE
-    try:
+
+    def load_and_call(given: Sequence[str]) -> int:
         # Loading takes seconds, in which Ctrl-C is to be as quiet as later.
-        return run(lambda given: load(name)(given), rest, show_traceback=show_traceback)
+        return load(name)(given)
+
+    try:
+        return run(load_and_call, rest, show_traceback=show_traceback)
     except SystemExit as done:  # argparse leaves this way after --help and after a wrong option
         return done.code if isinstance(done.code, int) else (SUCCESS if done.code is None else USAGE)
 
