@@ -122,6 +122,7 @@ class _Planner:
     budgets: Budgets
     wishes: Wishes
     generations: int
+    together: Sequence[Sequence[int]] = ()
 
     # -- what an assignment needs --------------------------------------------------------------------------------
 
@@ -129,17 +130,27 @@ class _Planner:
         """Segments whose parameters are fetched for use."""
         return [s for s in self.segments if homes[s.name].param not in self.wishes.in_place_tiers]
 
-    def window_sizes(self, homes: Mapping[str, Home]) -> list[int]:
-        """Bytes of each group's fetched parameters, largest first."""
+    def fetched_sizes(self, homes: Mapping[str, Home]) -> dict[int, int]:
+        """Bytes of each group's fetched parameters."""
         groups: dict[int, int] = {}
         for s in self.streamed(homes):
             groups[s.group] = groups.get(s.group, 0) + _up(s.full_numel * s.param_itemsize)
-        return sorted(groups.values(), reverse=True)
+        return groups
+
+    def window_sizes(self, homes: Mapping[str, Home]) -> list[int]:
+        """Bytes of each group's fetched parameters, largest first."""
+        return sorted(self.fetched_sizes(homes).values(), reverse=True)
+
+    def window_bytes(self, homes: Mapping[str, Home], window_groups: int) -> int:
+        """So many of the largest groups, and at least those that are used at the same time."""
+        sizes = self.fetched_sizes(homes)
+        at_once = max((sum(sizes.get(group, 0) for group in set(groups)) for groups in self.together), default=0)
+        return max(sum(sorted(sizes.values(), reverse=True)[:window_groups]), at_once)
 
     def device_items(self, homes: Mapping[str, Home], window_groups: int) -> dict[str, int]:
         resident = sum(s.home_bytes for s in self.segments if homes[s.name].param is Tier.DEVICE)
         states = sum(self._state_bytes(s, homes[s.name]) for s in self.segments if homes[s.name].state is Tier.DEVICE)
-        window = sum(self.window_sizes(homes)[:window_groups])
+        window = self.window_bytes(homes, window_groups)
         return _present(
             {
                 "resident parameters": resident,
@@ -352,6 +363,18 @@ def _present(items: Mapping[str, int]) -> dict[str, int]:
     return {name: size for name, size in items.items() if size}
 
 
-def place(segments: Sequence[SegmentSize], budgets: Budgets, wishes: Wishes, *, generations: int = 2) -> Placement:
-    """Choose every segment's home; raises PlacementError, with the sum, when the budgets cannot work."""
-    return _Planner(segments=segments, budgets=budgets, wishes=wishes, generations=generations).search()
+def place(
+    segments: Sequence[SegmentSize],
+    budgets: Budgets,
+    wishes: Wishes,
+    *,
+    generations: int = 2,
+    together: Sequence[Sequence[int]] = (),
+) -> Placement:
+    """Choose every segment's home; raises PlacementError, with the sum, when the budgets cannot work.
+
+    ``together``: groups that are used at the same time, a module's with those of the modules around it.
+    """
+    return _Planner(
+        segments=segments, budgets=budgets, wishes=wishes, generations=generations, together=together
+    ).search()

@@ -2,11 +2,11 @@
 
 Blocks (the children of the outermost ModuleList or Sequential) are groups of their own, and so is any other module whose
 own parameters are large; all that is left is the root group. Huge blocks are split along their children, tiny
-neighbours are joined.
+neighbours are joined. Where the budgets do not hold such groups, finer ones are tried: see GroupLimits.finer.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 from torch import nn
 
@@ -14,6 +14,49 @@ ROOT = "(root)"  # name of the group of everything that is in no other
 LARGE_NUMEL = 1 << 20  # own parameters of a module outside all blocks from which it is a group of its own
 TINY_NUMEL = 1 << 14  # groups below this are joined with their neighbour
 HUGE_NUMEL = 1 << 28  # blocks above this are split along their children
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupLimits:
+    """Sizes in elements: groups below ``tiny_numel`` are joined, modules outside the blocks with ``large_numel`` or more
+    parameters of their own are groups, blocks above ``huge_numel`` are split along their children."""
+
+    tiny_numel: int = TINY_NUMEL
+    large_numel: int = LARGE_NUMEL
+    huge_numel: int = HUGE_NUMEL
+
+    def finer(self) -> Iterator["GroupLimits"]:
+        """These, then ever finer ones; the last make a group of every module that has parameters of its own."""
+        yield self
+        yield GroupLimits(tiny_numel=self.tiny_numel // 8, large_numel=self.large_numel, huge_numel=self.huge_numel)
+        yield GroupLimits(tiny_numel=1, large_numel=self.large_numel // 32, huge_numel=self.huge_numel)
+        yield GroupLimits(tiny_numel=0, large_numel=0, huge_numel=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grouping:
+    """How groups are found: by the automatic rule, or blocks by class name (unqualified), or by a function of (name, module)."""
+
+    limits: GroupLimits = field(default_factory=GroupLimits)
+    block_classes: Sequence[str] = ()
+    is_block: Callable[[str, nn.Module], bool] | None = None
+
+    @property
+    def automatic(self) -> bool:
+        return not self.block_classes and self.is_block is None
+
+    def chooser(self, module: nn.Module) -> Callable[[str, nn.Module], bool] | None:
+        """The function that tells blocks; None for the automatic rule. Raises ValueError for a class that is not there."""
+        if not self.block_classes:
+            return self.is_block
+        wanted = set(self.block_classes)
+        found = {type(part).__name__ for part in module.modules()}
+        if wanted - found:
+            raise ValueError(
+                f"no module is a {', '.join(sorted(wanted - found))}: the model has {', '.join(sorted(found))}"
+            )
+        also = self.is_block
+        return lambda name, part: type(part).__name__ in wanted or (also is not None and also(name, part))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,6 +10,7 @@ from lamina.aio_native import AsyncIO
 from lamina.tiers import Budgets, NvmePath, Wishes
 from lamina.tiers.gpu import Accelerator
 
+from .grouping import Grouping
 from .optimizer import AdamDefaults
 
 
@@ -25,6 +26,7 @@ class ZeroOptions:
     compute_dtype: torch.dtype | None = None  # None: leave the model's own dtypes
     grad_dtype: torch.dtype | None = None  # None: the compute dtype
     trains: bool = True  # False: forward only, nothing but the parameters is kept
+    grouping: Grouping = field(default_factory=Grouping)
     budgets: Budgets = field(default_factory=Budgets)
     wishes: Wishes = field(default_factory=Wishes)
     nvme: Sequence[NvmePath] = ()

@@ -13,12 +13,9 @@ from lamina.tiers import (
     Executor,
     GenerationStore,
     Home,
-    Plane,
-    SegmentSize,
     Spans,
     StoreError,
     Tier,
-    place,
 )
 
 from .access import claim, disclaim
@@ -26,15 +23,14 @@ from .client_optimizer import ClientOptimizer
 from .collectives import Ranks
 from .collector import GradientCollector
 from .fetch_buffers import FetchBuffers
+from .fitting import fit_groups
 from .gradients import Gradients
-from .grouping import find_groups
 from .initial_state import InitialState
 from .kernels import Kernels
 from .optimizer import TieredAdam
 from .options import ZeroOptions
 from .reducer import Reducer
 from .segment import Segment
-from .segmenting import make_groups
 from .state import ZeroState
 from .update import Updater
 
@@ -72,23 +68,10 @@ class ZeroRuntime:
     def _build_state(self) -> None:
         """Groups, their homes, and the memory and files that these need; the parameters are brought home."""
         options = self.options
-        self.groups = make_groups(
-            find_groups(self.module),
-            compute_dtype=options.compute_dtype,
-            trains=options.trains,
-            stage=options.stage,
-            ranks=self.ranks,
-            device=options.accelerator,
-        )
+        self.groups, self.placement = fit_groups(self.module, options, self.ranks)
         self.segments = [segment for group in self.groups for segment in group.segments]
         for segment in self.segments:
             segment.client = options.client is not None
-        self.placement = place(
-            [self._size(segment) for segment in self.segments],
-            options.budgets,
-            options.wishes,
-            generations=options.generations,
-        )
         for segment in self.segments:
             self._settle(segment, self.placement.homes[segment.name])
         self.device = self._arena(Tier.DEVICE, options.budgets.device_bytes, self.placement.device_bytes)
@@ -169,20 +152,6 @@ class ZeroRuntime:
             kernels=self.kernels,
             ranks=self.ranks,
             clip_norm=self.options.clip_norm,
-        )
-
-    def _size(self, segment: Segment) -> SegmentSize:
-        return SegmentSize(
-            name=segment.name,
-            group=segment.group,
-            full_numel=segment.layout.numel,
-            shard_numel=segment.layout.shard_numel,
-            param_itemsize=segment.dtype.itemsize,
-            state_itemsizes=tuple(spec.itemsize for spec in segment.planes if spec.plane is not Plane.PARAM),
-            grad_itemsize=self._grad_dtype(segment).itemsize if segment.trainable else 0,
-            bucket_itemsize=segment.dtype.itemsize if self.ranks.world_size > 1 else 0,
-            replicated=segment.replicated,
-            block=segment.block,
         )
 
     def _settle(self, segment: Segment, home: Home) -> None:

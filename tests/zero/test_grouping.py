@@ -1,9 +1,10 @@
 """Param groups: every parameter in exactly one, blocks apart, tiny ones joined, huge ones split."""
 
+import pytest
 import torch
 from torch import nn
 
-from lamina.zero.grouping import find_groups
+from lamina.zero.grouping import Grouping, GroupLimits, find_groups
 
 
 class Block(nn.Module):
@@ -66,3 +67,17 @@ def test_every_parameter_of_a_mixed_module_is_found_once() -> None:
     model.register_parameter("empty", nn.Parameter(torch.ones(0, 8)))
     grouped = [name for group in find_groups(model) for name, _ in group.parameters]
     assert sorted(grouped) == sorted(name for name, _ in model.named_parameters())
+
+
+def test_finer_limits_end_with_a_group_for_every_module_with_parameters() -> None:
+    finest = list(GroupLimits().finer())[-1]
+    groups = names(Model(), **vars(finest))
+    assert list(groups) == ["embed", *(f"blocks.{i}.{part}" for i in range(3) for part in ("first", "second")), "head"]
+
+
+def test_blocks_can_be_chosen_by_class_name() -> None:
+    model = nn.ModuleDict({"a": Block(8), "b": Block(8), "rest": nn.Linear(8, 8)})
+    chooser = Grouping(block_classes=("Block",)).chooser(model)
+    assert [group.name for group in find_groups(model, is_block=chooser, tiny_numel=1)] == ["a", "b", "(root)"]
+    with pytest.raises(ValueError, match="no module is a Blok"):
+        Grouping(block_classes=("Blok",)).chooser(model)

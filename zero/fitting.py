@@ -1,0 +1,96 @@
+"""Finds groups that the budgets can hold, and their homes: coarse groups where they fit, else finer ones."""
+
+from collections.abc import Iterator, Sequence
+
+from torch import nn
+
+from lamina.tiers import Placement, PlacementError, Plane, SegmentSize, place
+
+from .collectives import Ranks
+from .grouping import GroupSpec, find_groups
+from .options import ZeroOptions
+from .param_group import ParamGroup
+from .segment import Segment
+from .segmenting import make_groups
+
+
+def fit_groups(module: nn.Module, options: ZeroOptions, ranks: Ranks) -> tuple[list[ParamGroup], Placement]:
+    """Raises PlacementError, with the sum and the largest parameter, when no grouping fits the budgets."""
+    chooser = options.grouping.chooser(module)
+    refusal: PlacementError | None = None
+    groups: list[ParamGroup] = []
+    seen: set[tuple[tuple[str, int], ...]] = set()
+    for limits in options.grouping.limits.finer():
+        specs = find_groups(module, is_block=chooser, **vars(limits))
+        shape = tuple((spec.name, len(spec.parameters)) for spec in specs)
+        if shape in seen:
+            continue
+        seen.add(shape)
+        groups = make_groups(
+            specs,
+            compute_dtype=options.compute_dtype,
+            trains=options.trains,
+            stage=options.stage,
+            ranks=ranks,
+            device=options.accelerator,
+        )
+        try:
+            return groups, place(
+                [segment_size(segment, options, ranks) for group in groups for segment in group.segments],
+                options.budgets,
+                options.wishes,
+                generations=options.generations,
+                together=list(_used_at_once(module, specs)),
+            )
+        except PlacementError as error:
+            refusal = error
+        if not options.grouping.automatic:
+            break
+    raise PlacementError(f"{refusal}{_largest_parameter(groups)}") from refusal
+
+
+def segment_size(segment: Segment, options: ZeroOptions, ranks: Ranks) -> SegmentSize:
+    """What the placement must know of a segment."""
+    gradient = options.grad_dtype or segment.dtype
+    return SegmentSize(
+        name=segment.name,
+        group=segment.group,
+        full_numel=segment.layout.numel,
+        shard_numel=segment.layout.shard_numel,
+        param_itemsize=segment.dtype.itemsize,
+        state_itemsizes=tuple(spec.itemsize for spec in segment.planes if spec.plane is not Plane.PARAM),
+        grad_itemsize=gradient.itemsize if segment.trainable else 0,
+        bucket_itemsize=segment.dtype.itemsize if ranks.world_size > 1 else 0,
+        replicated=segment.replicated,
+        block=segment.block,
+    )
+
+
+def _used_at_once(module: nn.Module, specs: Sequence[GroupSpec]) -> Iterator[list[int]]:
+    """For every module, the groups that its forward pins, with those of the modules around it."""
+    group_of = {id(parameter): index for index, spec in enumerate(specs) for _, parameter in spec.parameters}
+    stack: list[tuple[nn.Module, list[int]]] = [(module, [])]
+    while stack:
+        part, around = stack.pop()
+        own = {group_of[id(parameter)] for parameter in part.parameters(recurse=False)}
+        used = sorted({*around, *own})
+        if own:
+            yield used
+        stack += [(child, used) for child in part.children()]
+
+
+def _largest_parameter(groups: Sequence[ParamGroup]) -> str:
+    """A sentence about the parameter that needs the most, as a single one cannot be split."""
+    sizes = [
+        (slot.numel * segment.dtype.itemsize, slot)
+        for group in groups
+        for segment in group.segments
+        for slot in segment.layout.slots
+    ]
+    if not sizes:
+        return ""
+    nbytes, slot = max(sizes, key=lambda pair: pair[0])
+    return (
+        f". The largest parameter is {slot.name} with {slot.numel:,} elements, {nbytes:,} bytes, which are fetched as a "
+        f"whole (lamina.zero.TiledLinear splits a linear layer)"
+    )
