@@ -162,6 +162,7 @@ def _same_part(runtime: "ZeroRuntime", source: CheckpointSource) -> RankPart | N
 
 def _take_over(runtime: "ZeroRuntime", part: RankPart, io: AsyncIO) -> None:
     """Planes in memory first: when one of them is damaged, NVMe-resident state is still the old."""
+    part.file()  # raises when it is missing, also where nothing is to be read from it
     for segment, record in zip(runtime.segments, part.record.segments, strict=True):
         for plane in record.filed:
             if plane == str(Plane.GRAD):

@@ -113,6 +113,7 @@ def finish(partial: str, save_dir: str, tag: str, *, latest: bool) -> str:
         write_latest(save_dir, tag)
     if replaced is not None:
         remove_checkpoint(replaced)
+    remove_leftovers(save_dir)
     return path
 
 

@@ -172,14 +172,15 @@ def test_strict_names_parameters_that_are_only_here_or_there(tmp_path: Path) -> 
         assert engine.load_report.missing == ("head.weight",)
         assert torch.equal(get_full(engine.module.head.weight, "master"), head)
         assert torch.equal(get_full(engine.module.embed.weight, "master"), embedding)
-    with initialize(build(width=16, hidden=64, blocks=3), config=settings())[0] as engine:
-        with pytest.raises(ValueError, match=r"embed\.weight has shape \(256, 16\) here and \(256, 32\) there"):
-            engine.load_checkpoint(tmp_path)
+    narrow = initialize(build(width=16, hidden=64, blocks=3), config=settings())[0]
+    wanted = r"embed\.weight has shape \(256, 16\) here and \(256, 32\) there"
+    with narrow, pytest.raises(ValueError, match=wanted):
+        narrow.load_checkpoint(tmp_path)
 
 
 def test_without_latest_nothing_is_loaded_and_a_missing_tag_is_named(tmp_path: Path) -> None:
     with initialize(build(**SMALL), config=settings())[0] as engine:
         assert engine.load_checkpoint(tmp_path / "nothing") == (None, {})
         engine.save_checkpoint(tmp_path, tag="one")
-        with pytest.raises(FileNotFoundError, match="two holds no complete checkpoint; in .* there are: one"):
+        with pytest.raises(FileNotFoundError, match=r"two holds no complete checkpoint; in .* there are: one"):
             engine.load_checkpoint(tmp_path, tag="two")
