@@ -5,6 +5,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+PAD_TO = 64
+"""Lengths are padded to multiples of this: the math library keeps code and memory for every shape that it meets."""
+
 
 @torch.no_grad()
 def generate(
@@ -19,8 +22,9 @@ def generate(
 ) -> bytes:
     """`count` bytes that follow `prompt` (at least one byte, of which the last `seq` are seen).
 
-    logits_of: (1, length) int64 -> (1, length, 256) float, length at most `seq`. `temperature` 0 takes the
-    likeliest byte. `on_byte` is called before each one and may raise. Same arguments, same bytes.
+    logits_of: (1, length) int64 -> (1, length, 256) float, length at most `seq`; a causal model, for which bytes
+    after the last are padding. `temperature` 0 takes the likeliest byte. `on_byte` is called before each one and
+    may raise. Same arguments, same bytes.
     """
     if not prompt:
         raise ValueError("the prompt is empty: give at least one byte")
@@ -28,8 +32,10 @@ def generate(
     text = bytearray(prompt)
     for _ in range(count):
         on_byte()
-        tokens = torch.tensor([list(text[-seq:])], dtype=torch.int64)
-        logits = logits_of(tokens)[0, -1].float().cpu()
+        seen = text[-seq:]
+        padded = min(seq, -(-len(seen) // PAD_TO) * PAD_TO)
+        tokens = torch.tensor([[*seen, *bytes(padded - len(seen))]], dtype=torch.int64)
+        logits = logits_of(tokens)[0, len(seen) - 1].float().cpu()
         if temperature == 0:
             chosen = int(logits.argmax())
         else:

@@ -16,7 +16,8 @@ def likes(next_byte: dict[int, int]):  # type: ignore[no-untyped-def]
         def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
             self.lengths.append(tokens.shape[1])
             logits = torch.zeros(1, tokens.shape[1], 256)
-            logits[0, -1, next_byte[int(tokens[0, -1])]] = 3.0
+            for place, byte in enumerate(tokens[0].tolist()):
+                logits[0, place, next_byte.get(byte, 0)] = 3.0
             return logits
 
     return Model()
@@ -28,7 +29,13 @@ CYCLE = {ord("a"): ord("b"), ord("b"): ord("c"), ord("c"): ord("a")}
 def test_greedy_follows_the_likeliest_byte_within_the_context() -> None:
     model = likes(CYCLE)
     assert generate(model, b"ca", count=5, seq=3, seed=1, temperature=0) == b"bcabc"
-    assert model.lengths == [2, 3, 3, 3, 3]
+    assert model.lengths == [3, 3, 3, 3, 3]
+
+
+def test_a_growing_text_meets_few_shapes() -> None:
+    model = likes(CYCLE)
+    assert generate(model, b"a", count=200, seq=150, seed=1, temperature=0) == (b"bca" * 67)[:200]
+    assert sorted(set(model.lengths)) == [64, 128, 150]
 
 
 def test_a_seed_fixes_what_is_drawn_and_low_temperatures_approach_greedy() -> None:
