@@ -4,17 +4,19 @@ from .arena import Arena, ArenaReport, Block
 from .bandwidth import BandwidthModel, Curve, Link, Measured
 from .errors import BudgetError, IntegrityError, LayoutError, LockedError, SpaceError, StoreError
 from .executor import Executor
-from .handle import TransferHandle
+from .nvme.handle import TransferHandle
+from .nvme.store import GenerationInfo, GenerationStore
+from .nvme.transaction import Transaction
 from .placement import Budgets, Home, Placement, PlacementError, SegmentSize, Wishes, place
 from .plan import Action, Verb, format_plan, parse_plan
 from .probe import DiskSpeed, probe_disk
 from .residency import Residency
 from .scheduler import Scheduler
+from .simulate import Simulation, simulate
 from .spans import Spans
-from .store import GenerationInfo, GenerationStore
+from .step_model import ComputeTimes, GroupModel, StepModel, SubGroup, UpdateModel, model_step
 from .tier import NvmePath, Plane, PlaneSpec, ShardSpec, Tier
 from .trace import Access, TraceCursor
-from .transaction import Transaction
 
 __all__ = [
     "Access",
@@ -25,11 +27,13 @@ __all__ = [
     "Block",
     "BudgetError",
     "Budgets",
+    "ComputeTimes",
     "Curve",
     "DiskSpeed",
     "Executor",
     "GenerationInfo",
     "GenerationStore",
+    "GroupModel",
     "Home",
     "IntegrityError",
     "LayoutError",
@@ -45,17 +49,23 @@ __all__ = [
     "Scheduler",
     "SegmentSize",
     "ShardSpec",
+    "Simulation",
     "SpaceError",
     "Spans",
+    "StepModel",
     "StoreError",
+    "SubGroup",
     "Tier",
     "TraceCursor",
     "Transaction",
     "TransferHandle",
+    "UpdateModel",
     "Verb",
     "Wishes",
     "format_plan",
+    "model_step",
     "parse_plan",
     "place",
     "probe_disk",
+    "simulate",
 ]

@@ -4,7 +4,7 @@ Pure data. The first step records it; every later step walks along it and says w
 """
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import overload
 
@@ -30,40 +30,36 @@ class Order:
             self._positions.setdefault(group, []).append(position)
 
     def distance(self, at: int, group: int) -> int:
-        """Uses from position ``at`` until the group's next one, going round; NEVER when it has none."""
-        positions = self._positions.get(group)
-        if not positions:
-            return NEVER
+        """Uses from position ``at`` until the group's next one; NEVER when none follows."""
+        positions = self._positions.get(group, [])
         index = bisect_left(positions, at)
-        return positions[index] - at if index < len(positions) else positions[0] + len(self.groups) - at
+        return positions[index] - at if index < len(positions) else NEVER
 
 
 class Upcoming(Sequence[int]):
-    """The groups of the accesses to come, nearest first: one whole round of the trace from position ``at`` on."""
+    """The groups of the accesses to come in this step, nearest first: the trace from position ``at`` on.
+
+    It ends with the step: what is fetched for the next one before the update has run would be out of date.
+    """
 
     def __init__(self, order: Order, at: int) -> None:
         self._order = order
-        self._at = at % len(order.groups) if order.groups else 0
+        self._at = min(max(at, 0), len(order.groups))
 
     def __len__(self) -> int:
-        return len(self._order.groups)
+        return len(self._order.groups) - self._at
 
     @overload
     def __getitem__(self, index: int) -> int: ...
     @overload
-    def __getitem__(self, index: slice) -> list[int]: ...
-    def __getitem__(self, index: int | slice) -> int | list[int]:
-        groups = self._order.groups
+    def __getitem__(self, index: slice) -> Sequence[int]: ...
+    def __getitem__(self, index: int | slice) -> int | Sequence[int]:
         if isinstance(index, slice):
-            return [groups[(self._at + ahead) % len(groups)] for ahead in range(*index.indices(len(groups)))]
-        if not -len(groups) <= index < len(groups):
-            raise IndexError(f"access {index} of {len(groups)} to come")
-        return groups[(self._at + index) % len(groups)]
-
-    def __iter__(self) -> Iterator[int]:
-        groups = self._order.groups
-        yield from groups[self._at :]
-        yield from groups[: self._at]
+            start, stop, step = index.indices(len(self))
+            return self._order.groups[self._at + start : self._at + stop : step] if step > 0 else list(self)[index]
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"access {index} of {len(self)} to come")
+        return self._order.groups[self._at + index if index >= 0 else index]
 
     def next_use(self, group: int) -> int:
         """How many accesses from now the group is used; NEVER when it is not."""
@@ -73,6 +69,8 @@ class Upcoming(Sequence[int]):
 @dataclass(kw_only=True)
 class TraceCursor:
     """Records the first step, then follows it.
+
+    A step that begins again without ``end_step`` (its update was skipped) starts at the front of the trace.
 
     ``observe(group)`` is called at every access. While recording it appends. While following it advances along
     the recorded order; an access that is not the expected one makes the step *deviant*: the cursor looks for the
@@ -97,6 +95,8 @@ class TraceCursor:
         if self._this_step:
             before = self._this_step[-1]
             self._this_step[-1] = Access(group=before.group, compute_s=compute_s)
+        if self.known and self.position + 1 == len(self.recorded) and group == self.recorded[0].group:
+            self.end_step(compute_s)
         self._this_step.append(Access(group=group))
         if not self.recorded:
             return
@@ -135,15 +135,7 @@ class TraceCursor:
 
     @property
     def ahead(self) -> Upcoming:
-        """All accesses from here on, once round."""
+        """The accesses to come until the end of the step."""
         if self._order is None:
             self._order = Order(access.group for access in self.recorded)
         return Upcoming(self._order, self.position + 1)
-
-    def upcoming(self, limit: int) -> list[int]:
-        """Groups of the next ``limit`` accesses, going round into the next step after the last one."""
-        if not self.recorded:
-            return []
-        length = len(self.recorded)
-        count = min(limit, length)
-        return [self.recorded[(self.position + 1 + ahead) % length].group for ahead in range(count)]

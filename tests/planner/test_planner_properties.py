@@ -41,7 +41,7 @@ from lamina.engine.planner.state_bytes import (
     update_read_bytes_per_param,
     update_write_bytes_per_param,
 )
-from lamina.tiers.layout import Layout
+from lamina.tiers.nvme.layout import Layout
 from lamina.tiers.tier import Plane, PlaneSpec, ShardSpec
 from lamina.zero.dtypes import STATE_PLANES
 from lamina.zero.partition import FlatLayout

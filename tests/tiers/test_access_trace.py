@@ -27,14 +27,29 @@ def test_the_first_step_is_recorded_with_its_compute_times() -> None:
     assert [access.compute_s for access in cursor.recorded] == [0.5, 0.5, 0.5, 0.5, 0.0]
 
 
-def test_upcoming_looks_into_the_next_step() -> None:
+def test_what_is_to_come_ends_with_the_step_and_begins_anew_after_it() -> None:
     cursor = TraceCursor()
     run_step(cursor, [0, 1, 2])
-    assert cursor.upcoming(3) == [0, 1, 2]
+    assert list(cursor.ahead) == [0, 1, 2]
+    for group in (0, 1):
+        cursor.observe(group)
+    assert list(cursor.ahead) == [2]
+    cursor.observe(2)
+    assert list(cursor.ahead) == []
+    cursor.end_step()
+    assert list(cursor.ahead) == [0, 1, 2]
+
+
+def test_a_step_that_is_repeated_without_its_end_starts_at_the_front() -> None:
+    cursor = TraceCursor()
+    run_step(cursor, [0, 1, 0])
+    for group in (0, 1, 0, 0, 1):
+        cursor.observe(group)
+    assert not cursor.deviant
+    assert list(cursor.ahead) == [0]
     cursor.observe(0)
-    cursor.observe(1)
-    assert cursor.upcoming(3) == [2, 0, 1]
-    assert cursor.upcoming(100) == [2, 0, 1]
+    cursor.end_step()
+    assert order(cursor) == [0, 1, 0]
 
 
 def test_a_skipped_group_is_a_deviation_and_the_cursor_finds_its_way_back() -> None:
@@ -43,7 +58,7 @@ def test_a_skipped_group_is_a_deviation_and_the_cursor_finds_its_way_back() -> N
     cursor.observe(0)
     cursor.observe(2)
     assert cursor.deviant
-    assert cursor.upcoming(1) == [3]
+    assert list(cursor.ahead) == [3]
 
 
 def test_one_odd_step_keeps_the_trace_two_replace_it() -> None:
@@ -75,14 +90,12 @@ def test_a_step_without_accesses_changes_nothing() -> None:
     assert order(cursor) == [0, 1]
 
 
-def test_the_way_ahead_is_one_whole_round_with_the_distance_of_every_group() -> None:
+def test_the_way_ahead_tells_the_distance_of_every_group() -> None:
     cursor = TraceCursor()
     run_step(cursor, [0, 1, 2, 1, 0])
-    assert list(cursor.ahead) == [0, 1, 2, 1, 0]
     for group in (0, 1):
         cursor.observe(group)
-    assert list(cursor.ahead) == cursor.upcoming(5) == [2, 1, 0, 0, 1]
-    assert cursor.ahead[:2] == [2, 1]
+    assert list(cursor.ahead) == [2, 1, 0]
     assert [cursor.ahead.next_use(group) for group in (2, 1, 0, 7)] == [0, 1, 2, NEVER]
     cursor.end_step()
     run_step(cursor, [0, 2])
@@ -90,12 +103,19 @@ def test_the_way_ahead_is_one_whole_round_with_the_distance_of_every_group() -> 
     assert list(cursor.ahead) == [0, 2], "a new trace has a new index"
 
 
-@given(st.lists(st.integers(0, 5), min_size=1, max_size=20), st.integers(0, 19), st.integers(0, 6))
-def test_a_group_s_next_use_is_where_a_plain_search_finds_it(groups: list[int], at: int, wanted: int) -> None:
-    ahead = Upcoming(Order(groups), at)
-    listed = [groups[(at + i) % len(groups)] for i in range(len(groups))]
+@given(
+    st.lists(st.integers(0, 5), min_size=1, max_size=20),
+    st.integers(0, 22),
+    st.integers(0, 6),
+    st.slices(22),
+)
+def test_a_group_s_next_use_is_where_a_plain_search_finds_it(
+    groups: list[int], at: int, wanted: int, part: slice
+) -> None:
+    ahead, listed = Upcoming(Order(groups), at), groups[at:]
     assert list(ahead) == listed
-    assert [ahead[i] for i in range(len(ahead))] == listed
+    assert [ahead[i] for i in range(-len(ahead), len(ahead))] == listed + listed
+    assert list(ahead[part]) == listed[part]
     assert ahead.next_use(wanted) == (listed.index(wanted) if wanted in listed else NEVER)
 
 

@@ -8,7 +8,7 @@ import pytest
 from store_samples import CHUNK, SHARDS
 
 from lamina.aio_native import AsyncIO
-from lamina.tiers.store import GenerationStore
+from lamina.tiers.nvme.store import GenerationStore
 from lamina.tiers.tier import NvmePath
 
 

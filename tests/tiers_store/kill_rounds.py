@@ -17,9 +17,9 @@ from pathlib import Path
 
 from lamina.aio_native import AsyncIO, BufferedIOWarning
 from lamina.tiers.errors import StoreError
-from lamina.tiers.pin import unpin
-from lamina.tiers.pinned_reader import PinnedReader
-from lamina.tiers.store import GenerationStore
+from lamina.tiers.nvme.pin import unpin
+from lamina.tiers.nvme.pinned_reader import PinnedReader
+from lamina.tiers.nvme.store import GenerationStore
 from lamina.tiers.tier import NvmePath, Plane, PlaneSpec, ShardSpec
 
 PLANES = (PlaneSpec(plane=Plane.PARAM, itemsize=2), PlaneSpec(plane=Plane.EXP_AVG, itemsize=4))

@@ -12,9 +12,9 @@ from pathlib import Path
 
 from lamina.aio_native import AsyncIO
 from lamina.tiers.arena import Arena
-from lamina.tiers.pinned_reader import PinnedReader
-from lamina.tiers.store import GenerationStore
-from lamina.tiers.stream import SCRATCH_BYTES
+from lamina.tiers.nvme.pinned_reader import PinnedReader
+from lamina.tiers.nvme.store import GenerationStore
+from lamina.tiers.nvme.stream import SCRATCH_BYTES
 from lamina.tiers.tier import NvmePath, Plane, PlaneSpec, ShardSpec, Tier
 
 MIB = 1 << 20

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lamina.tiers.store import GenerationStore
+from lamina.tiers.nvme.store import GenerationStore
 from lamina.tiers.tier import Plane, PlaneSpec, ShardSpec
 
 CHUNK = 4096

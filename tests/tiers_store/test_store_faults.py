@@ -15,10 +15,10 @@ import pytest
 from faulty_io import FaultyIO
 from store_samples import FROZEN, SHARDS, State, random_state, rank_folder, read_all, write_all
 
-import lamina.tiers.manifest as manifest_module
+import lamina.tiers.nvme.manifest as manifest_module
 from lamina.aio_native import AsyncIO, AsyncIOError
 from lamina.tiers.errors import IntegrityError, StorageFault, StoreError
-from lamina.tiers.store import GenerationStore
+from lamina.tiers.nvme.store import GenerationStore
 from lamina.tiers.tier import NvmePath
 
 Open = Callable[..., GenerationStore]
@@ -246,7 +246,7 @@ LIMITED = """
     sys.path.insert(0, sys.argv[2])
     from lamina.aio_native import AsyncIO, AsyncIOError
     from lamina.tiers.errors import StoreError
-    from lamina.tiers.store import GenerationStore
+    from lamina.tiers.nvme.store import GenerationStore
     from lamina.tiers.tier import NvmePath
     from store_samples import CHUNK, SHARDS, random_state, read_all, write_all
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)

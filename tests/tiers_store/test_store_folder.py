@@ -15,17 +15,17 @@ import pytest
 from store_samples import FROZEN, SHARDS, random_state, rank_folder, read_all, write_all
 
 from lamina.tiers.errors import LockedError, SpaceError, StoreError
-from lamina.tiers.lock import FolderLock
-from lamina.tiers.room import disk_bytes
-from lamina.tiers.store import GenerationStore
+from lamina.tiers.nvme.lock import FolderLock
+from lamina.tiers.nvme.room import disk_bytes
+from lamina.tiers.nvme.store import GenerationStore
+from lamina.tiers.nvme.wear import written_by_device
 from lamina.tiers.tier import NvmePath, Plane, PlaneSpec, ShardSpec
-from lamina.tiers.wear import written_by_device
 
 Open = Callable[..., GenerationStore]
 
 HOLD = """
     import sys, time, os
-    from lamina.tiers.lock import FolderLock
+    from lamina.tiers.nvme.lock import FolderLock
     lock = FolderLock(sys.argv[1])
     if len(sys.argv) > 2 and os.fork() == 0:
         time.sleep(20)

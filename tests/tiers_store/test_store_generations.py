@@ -11,7 +11,7 @@ import pytest
 from store_samples import CHUNK, FROZEN, SHARDS, State, random_state, rank_folder, read_all, write_all
 
 from lamina.tiers.errors import LayoutError, StoreError
-from lamina.tiers.store import GenerationStore
+from lamina.tiers.nvme.store import GenerationStore
 from lamina.tiers.tier import NvmePath, Plane, ShardSpec
 
 Open = Callable[..., GenerationStore]

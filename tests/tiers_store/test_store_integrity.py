@@ -10,9 +10,9 @@ import pytest
 from store_samples import CHUNK, FROZEN, SHARDS, random_state, rank_folder, read_all, write_all
 
 from lamina.tiers.errors import IntegrityError, LayoutError, StoreError
-from lamina.tiers.layout import Layout
-from lamina.tiers.manifest import Manifest, SlotRecord, file_name
-from lamina.tiers.store import GenerationStore
+from lamina.tiers.nvme.layout import Layout
+from lamina.tiers.nvme.manifest import Manifest, SlotRecord, file_name
+from lamina.tiers.nvme.store import GenerationStore
 from lamina.tiers.tier import NvmePath, Plane
 
 Open = Callable[..., GenerationStore]

@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lamina.tiers.checksum import combine
 from lamina.tiers.errors import LayoutError, SpaceError
 from lamina.tiers.freelist import FreeList
-from lamina.tiers.layout import ALIGN, Layout, require_same_shards, shard_from_json, shard_to_json
-from lamina.tiers.room import plan_counts
-from lamina.tiers.striping import deal, fit_weights, stripe_counts
+from lamina.tiers.nvme.checksum import combine
+from lamina.tiers.nvme.layout import ALIGN, Layout, require_same_shards, shard_from_json, shard_to_json
+from lamina.tiers.nvme.room import plan_counts
+from lamina.tiers.nvme.striping import deal, fit_weights, stripe_counts
 from lamina.tiers.tier import NvmePath, Plane, PlaneSpec, ShardSpec
 
 PLANES = (

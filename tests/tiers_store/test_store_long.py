@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lamina.aio_native import AlignedBuffer, AsyncIO
-from lamina.tiers.store import GenerationStore
+from lamina.tiers.nvme.store import GenerationStore
 from lamina.tiers.tier import NvmePath, Plane, PlaneSpec, ShardSpec
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]

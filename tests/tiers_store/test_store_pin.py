@@ -11,9 +11,9 @@ from store_samples import FROZEN, SHARDS, State, random_state, rank_folder, read
 
 from lamina.aio_native import AsyncIO
 from lamina.tiers.errors import IntegrityError, LayoutError, StoreError
-from lamina.tiers.pin import unpin
-from lamina.tiers.pinned_reader import PinnedReader
-from lamina.tiers.store import GenerationStore
+from lamina.tiers.nvme.pin import unpin
+from lamina.tiers.nvme.pinned_reader import PinnedReader
+from lamina.tiers.nvme.store import GenerationStore
 from lamina.tiers.tier import NvmePath, Plane, ShardSpec
 
 Open = Callable[..., GenerationStore]

@@ -13,10 +13,10 @@ from store_samples import State, read_all
 
 from lamina.aio_native import AsyncIO
 from lamina.tiers.errors import StoreError
-from lamina.tiers.pin import PinnedGeneration
-from lamina.tiers.store import GenerationStore
+from lamina.tiers.nvme.pin import PinnedGeneration
+from lamina.tiers.nvme.store import GenerationStore
+from lamina.tiers.nvme.transaction import Transaction
 from lamina.tiers.tier import NvmePath, Plane, PlaneSpec, ShardSpec
-from lamina.tiers.transaction import Transaction
 
 SHARDS = (
     ShardSpec(

@@ -4,13 +4,13 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from lamina.tiers.chunk_sums import ChunkSums
 from lamina.tiers.errors import IntegrityError, SpaceError, StoreError, fault
-from lamina.tiers.manifest import FrozenRecord, GenerationRecord, Manifest
-from lamina.tiers.opening import read_sums, table_crcs
-from lamina.tiers.slot import Slot
-from lamina.tiers.slot_pool import SlotPool
-from lamina.tiers.transaction import Source, Target
+from lamina.tiers.nvme.chunk_sums import ChunkSums
+from lamina.tiers.nvme.manifest import FrozenRecord, GenerationRecord, Manifest
+from lamina.tiers.nvme.opening import read_sums, table_crcs
+from lamina.tiers.nvme.slot import Slot
+from lamina.tiers.nvme.slot_pool import SlotPool
+from lamina.tiers.nvme.transaction import Source, Target
 
 
 class Generations:

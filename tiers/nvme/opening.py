@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 from lamina.aio_native import AsyncIO, crc32c
-from lamina.tiers.chunk_sums import ChunkSums
 from lamina.tiers.errors import IntegrityError, LayoutError, StoreError
-from lamina.tiers.folder import RankFolder
-from lamina.tiers.layout import CHUNK_BYTES, require_same_shards
-from lamina.tiers.lock import FolderLock
-from lamina.tiers.manifest import (
+from lamina.tiers.nvme.chunk_sums import ChunkSums
+from lamina.tiers.nvme.folder import RankFolder
+from lamina.tiers.nvme.layout import CHUNK_BYTES, require_same_shards
+from lamina.tiers.nvme.lock import FolderLock
+from lamina.tiers.nvme.manifest import (
     FROZEN_STEM,
     MANIFEST_NAME,
     TEMPORARY_NAME,
@@ -19,11 +19,11 @@ from lamina.tiers.manifest import (
     SlotRecord,
     read_manifest,
 )
-from lamina.tiers.slot import Slot
-from lamina.tiers.slot_pool import SlotPool
-from lamina.tiers.stream import verify
+from lamina.tiers.nvme.slot import Slot
+from lamina.tiers.nvme.slot_pool import SlotPool
+from lamina.tiers.nvme.stream import verify
+from lamina.tiers.nvme.wear import Wear
 from lamina.tiers.tier import NvmePath, ShardSpec
-from lamina.tiers.wear import Wear
 
 Verify = Literal["always", "resume", "off"]
 VERIFY_MODES: tuple[Verify, ...] = ("always", "resume", "off")

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lamina.tiers.errors import LayoutError
-from lamina.tiers.striping import deal
+from lamina.tiers.nvme.striping import deal
 from lamina.tiers.tier import Plane, PlaneSpec, ShardSpec
 
 ALIGN = 4096

@@ -3,8 +3,8 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from lamina.tiers.handle import TransferHandle
-from lamina.tiers.layout import ALIGN, PlaneExtent, align_up
+from lamina.tiers.nvme.handle import TransferHandle
+from lamina.tiers.nvme.layout import ALIGN, PlaneExtent, align_up
 from lamina.tiers.tier import Plane
 
 

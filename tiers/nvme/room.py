@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 
 from lamina.tiers.errors import SpaceError
-from lamina.tiers.layout import CHUNK_BYTES, Layout
-from lamina.tiers.striping import fit_weights, stripe_counts
+from lamina.tiers.nvme.layout import CHUNK_BYTES, Layout
+from lamina.tiers.nvme.striping import fit_weights, stripe_counts
 from lamina.tiers.tier import ShardSpec
 
 

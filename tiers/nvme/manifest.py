@@ -10,8 +10,8 @@ from typing import Any
 
 from lamina.aio_native import crc32c
 from lamina.tiers.errors import IntegrityError, LayoutError
-from lamina.tiers.folder import sync_directory
-from lamina.tiers.layout import shard_from_json, shard_to_json
+from lamina.tiers.nvme.folder import sync_directory
+from lamina.tiers.nvme.layout import shard_from_json, shard_to_json
 from lamina.tiers.tier import ShardSpec
 
 MANIFEST_NAME = "manifest.json"

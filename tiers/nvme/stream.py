@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from lamina.aio_native import AlignedBuffer, Priority, crc32c
-from lamina.tiers.chunk_sums import ChunkSums
 from lamina.tiers.errors import IntegrityError
-from lamina.tiers.handle import TransferHandle
-from lamina.tiers.layout import Layout, PlaneExtent, align_up
-from lamina.tiers.slot import Slot
+from lamina.tiers.nvme.chunk_sums import ChunkSums
+from lamina.tiers.nvme.handle import TransferHandle
+from lamina.tiers.nvme.layout import Layout, PlaneExtent, align_up
+from lamina.tiers.nvme.slot import Slot
 
 SCRATCH_BYTES = 16 << 20
 """Memory that streaming takes for as long as it runs."""

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from lamina.aio_native import AsyncIO, File, Priority, crc32c
-from lamina.tiers.chunk_sums import ChunkSums
 from lamina.tiers.errors import StoreError
-from lamina.tiers.folder import sync_directory
-from lamina.tiers.handle import Part, TransferHandle
-from lamina.tiers.layout import Layout
-from lamina.tiers.manifest import (
+from lamina.tiers.nvme.chunk_sums import ChunkSums
+from lamina.tiers.nvme.folder import sync_directory
+from lamina.tiers.nvme.handle import Part, TransferHandle
+from lamina.tiers.nvme.layout import Layout
+from lamina.tiers.nvme.manifest import (
     MANIFEST_NAME,
     TEMPORARY_NAME,
     Manifest,
@@ -25,8 +25,8 @@ from lamina.tiers.manifest import (
     read_manifest,
     write_temporary,
 )
-from lamina.tiers.slot import Slot
-from lamina.tiers.stream import Scratch, damage, pump
+from lamina.tiers.nvme.slot import Slot
+from lamina.tiers.nvme.stream import Scratch, damage, pump
 
 NO_LINK = (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS)
 

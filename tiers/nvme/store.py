@@ -19,21 +19,21 @@ from typing import Any
 
 from lamina.aio_native import AsyncIO, Priority
 from lamina.tiers.errors import StoreError
-from lamina.tiers.generations import Generations
-from lamina.tiers.handle import TransferHandle, as_bytes
-from lamina.tiers.layout import require_same_shards
-from lamina.tiers.lock import FolderLock
-from lamina.tiers.manifest import GenerationRecord
-from lamina.tiers.opening import Opening, Verify
-from lamina.tiers.pin import CopyJob, PinnedGeneration, copy_files, start_pin
-from lamina.tiers.pinned_reader import PinnedReader
-from lamina.tiers.restore import copy_into, link_into
-from lamina.tiers.slot import Slot
-from lamina.tiers.slot_pool import SlotPool
-from lamina.tiers.stream import check_chunks, check_edges
+from lamina.tiers.nvme.generations import Generations
+from lamina.tiers.nvme.handle import TransferHandle, as_bytes
+from lamina.tiers.nvme.layout import require_same_shards
+from lamina.tiers.nvme.lock import FolderLock
+from lamina.tiers.nvme.manifest import GenerationRecord
+from lamina.tiers.nvme.opening import Opening, Verify
+from lamina.tiers.nvme.pin import CopyJob, PinnedGeneration, copy_files, start_pin
+from lamina.tiers.nvme.pinned_reader import PinnedReader
+from lamina.tiers.nvme.restore import copy_into, link_into
+from lamina.tiers.nvme.slot import Slot
+from lamina.tiers.nvme.slot_pool import SlotPool
+from lamina.tiers.nvme.stream import check_chunks, check_edges
+from lamina.tiers.nvme.transaction import Target, Transaction, TransactionState
+from lamina.tiers.nvme.wear import PathWear
 from lamina.tiers.tier import NvmePath, Plane, ShardSpec
-from lamina.tiers.transaction import Target, Transaction, TransactionState
-from lamina.tiers.wear import PathWear
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from lamina.aio_native import Priority
-from lamina.tiers.chunk_sums import ChunkState, ChunkSums
 from lamina.tiers.errors import StoreError, fault
-from lamina.tiers.handle import Part, TransferHandle, as_bytes
-from lamina.tiers.layout import PlaneExtent
-from lamina.tiers.pending import PendingWrite, PendingWrites
-from lamina.tiers.slot import Slot, first_failure
-from lamina.tiers.stream import Piece, Scratch, check_chunks, cut, pump, reader
+from lamina.tiers.nvme.chunk_sums import ChunkState, ChunkSums
+from lamina.tiers.nvme.handle import Part, TransferHandle, as_bytes
+from lamina.tiers.nvme.layout import PlaneExtent
+from lamina.tiers.nvme.pending import PendingWrite, PendingWrites
+from lamina.tiers.nvme.slot import Slot, first_failure
+from lamina.tiers.nvme.stream import Piece, Scratch, check_chunks, cut, pump, reader
 from lamina.tiers.tier import Plane
 
 

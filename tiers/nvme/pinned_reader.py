@@ -5,16 +5,16 @@ from types import TracebackType
 from typing import Any, Self
 
 from lamina.aio_native import AsyncIO, Priority
-from lamina.tiers.chunk_sums import ChunkSums
 from lamina.tiers.errors import LayoutError, StoreError
-from lamina.tiers.handle import TransferHandle, as_bytes
-from lamina.tiers.layout import Layout
-from lamina.tiers.manifest import MANIFEST_NAME, GenerationRecord, Manifest, SlotRecord, read_manifest
-from lamina.tiers.opening import read_sums
-from lamina.tiers.slot import Slot, check_length, locate
-from lamina.tiers.stream import check_chunks
+from lamina.tiers.nvme.chunk_sums import ChunkSums
+from lamina.tiers.nvme.handle import TransferHandle, as_bytes
+from lamina.tiers.nvme.layout import Layout
+from lamina.tiers.nvme.manifest import MANIFEST_NAME, GenerationRecord, Manifest, SlotRecord, read_manifest
+from lamina.tiers.nvme.opening import read_sums
+from lamina.tiers.nvme.slot import Slot, check_length, locate
+from lamina.tiers.nvme.stream import check_chunks
+from lamina.tiers.nvme.wear import Wear
 from lamina.tiers.tier import Plane, ShardSpec
-from lamina.tiers.wear import Wear
 
 
 class PinnedReader:

@@ -3,16 +3,16 @@
 import os
 from collections.abc import Mapping
 
-from lamina.tiers.chunk_sums import ChunkSums
-from lamina.tiers.folder import sync_directory
-from lamina.tiers.handle import TransferHandle
-from lamina.tiers.manifest import SlotRecord
-from lamina.tiers.pin import NO_LINK
-from lamina.tiers.pinned_reader import PinnedReader
-from lamina.tiers.slot import Slot
-from lamina.tiers.slot_pool import SlotPool
-from lamina.tiers.stream import Piece, Scratch, check_chunks, cut, pump, reader, whole_planes
-from lamina.tiers.transaction import Transaction
+from lamina.tiers.nvme.chunk_sums import ChunkSums
+from lamina.tiers.nvme.folder import sync_directory
+from lamina.tiers.nvme.handle import TransferHandle
+from lamina.tiers.nvme.manifest import SlotRecord
+from lamina.tiers.nvme.pin import NO_LINK
+from lamina.tiers.nvme.pinned_reader import PinnedReader
+from lamina.tiers.nvme.slot import Slot
+from lamina.tiers.nvme.slot_pool import SlotPool
+from lamina.tiers.nvme.stream import Piece, Scratch, check_chunks, cut, pump, reader, whole_planes
+from lamina.tiers.nvme.transaction import Transaction
 
 
 def link_into(pool: SlotPool, pinned: PinnedReader) -> dict[str, Slot] | None:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from itertools import compress, cycle
 
 from lamina.aio_native import crc32c
-from lamina.tiers.checksum import combine
-from lamina.tiers.layout import Layout, PlaneExtent
+from lamina.tiers.nvme.checksum import combine
+from lamina.tiers.nvme.layout import Layout, PlaneExtent
 
 
 class ChunkState(enum.IntEnum):

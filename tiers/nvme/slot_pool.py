@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from lamina.aio_native import AsyncIO
 from lamina.tiers.errors import StoreError, fault
-from lamina.tiers.folder import RankFolder, sync_directory
-from lamina.tiers.layout import Layout
-from lamina.tiers.manifest import (
+from lamina.tiers.nvme.folder import RankFolder, sync_directory
+from lamina.tiers.nvme.layout import Layout
+from lamina.tiers.nvme.manifest import (
     FROZEN_STEM,
     MANIFEST_NAME,
     TEMPORARY_NAME,
@@ -18,10 +18,10 @@ from lamina.tiers.manifest import (
     read_manifest,
     write_manifest,
 )
-from lamina.tiers.room import plan_counts
-from lamina.tiers.slot import Slot
+from lamina.tiers.nvme.room import plan_counts
+from lamina.tiers.nvme.slot import Slot
+from lamina.tiers.nvme.wear import Wear
 from lamina.tiers.tier import NvmePath, ShardSpec
-from lamina.tiers.wear import Wear
 
 FAULTS = (errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ENXIO, errno.ENODEV)
 """Errors of one path that another path may make up for."""

@@ -7,11 +7,11 @@ from functools import partial
 
 from lamina.aio_native import AsyncIO, File, Handle, Priority, Read, Write
 from lamina.tiers.errors import IntegrityError
-from lamina.tiers.folder import RankFolder
-from lamina.tiers.handle import Part, TransferHandle, outcome, started
-from lamina.tiers.layout import Layout, PlaneExtent, Segment
-from lamina.tiers.manifest import SlotRecord
-from lamina.tiers.wear import Wear
+from lamina.tiers.nvme.folder import RankFolder
+from lamina.tiers.nvme.handle import Part, TransferHandle, outcome, started
+from lamina.tiers.nvme.layout import Layout, PlaneExtent, Segment
+from lamina.tiers.nvme.manifest import SlotRecord
+from lamina.tiers.nvme.wear import Wear
 
 
 class Slot:

@@ -1,0 +1,511 @@
+"""Runs a step model without doing it: the same scheduler, the executor's and the updater's rules, simulated time.
+
+Event-driven. Two threads as in reality (training and update), a disk, the way to a device, and cores. Steps are
+repeated so that the last one starts where the one before it ended.
+"""
+
+from collections import deque
+from collections.abc import Generator, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from lamina.aio_native import Priority
+
+from .bandwidth import DISK, TO_DEVICE, BandwidthModel, mixed_seconds
+from .event_queue import Channel, EventQueue, Process, Signal
+from .plan import Action, Verb
+from .scheduler import DeviceState, Scheduler
+from .spans import Spans
+from .step_model import StepModel, SubGroup, UpdateModel
+from .trace import Order, Upcoming
+
+COMPUTE = "compute"
+PASSES, ADAM = 0, 1
+READ, WRITE = 0, 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Use:
+    """One use of a group: when it was asked for, when its fetch was complete, when compute began and ended."""
+
+    group: int
+    asked: float
+    arrived: float
+    began: float
+    ended: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Simulation:
+    """What the last simulated step did. Seconds and bytes of one rank.
+
+    ``busy_s`` and ``idle_s`` by channel (``nvme``, ``host->device``, ``compute``); ``stalled_s`` by what the training thread
+    waited for. ``lower_bound_s`` is that of DESIGN section 7 for the bytes that were moved.
+    """
+
+    step_s: float
+    passes_s: float
+    update_s: float
+    busy_s: Mapping[str, float]
+    idle_s: Mapping[str, float]
+    stalled_s: Mapping[str, float]
+    read_bytes: int
+    written_bytes: int
+    fetches: int
+    peak_bytes: Mapping[str, int]
+    peak_window_bytes: int
+    lower_bound_s: float
+    barrier_bound_s: float
+    actions: tuple[Action, ...] = ()
+    uses: tuple[Use, ...] = ()
+    spans: Spans = field(default_factory=Spans)
+
+    @property
+    def ratio(self) -> float:
+        """Step time over its lower bound."""
+        return self.step_s / self.lower_bound_s if self.lower_bound_s else 1.0
+
+    @property
+    def binding(self) -> str:
+        """The channel that was busy longest."""
+        return max(self.busy_s, key=lambda name: self.busy_s[name], default="")
+
+    def as_dict(self) -> dict[str, object]:
+        """Plain data for JSON, without the single uses."""
+        names = [
+            *(
+                "step_s",
+                "passes_s",
+                "update_s",
+                "busy_s",
+                "idle_s",
+                "stalled_s",
+                "read_bytes",
+                "written_bytes",
+                "fetches",
+            ),
+            *("peak_bytes", "peak_window_bytes", "lower_bound_s", "barrier_bound_s"),
+        ]
+        return {name: getattr(self, name) for name in names} | {"ratio": self.ratio, "binding": self.binding}
+
+
+def simulate(step: StepModel, links: BandwidthModel, *, steps: int = 2, record: bool = False) -> Simulation:
+    """The last of ``steps`` steps in a row. ``record``: with every use, action and span (for tests and pictures).
+
+    Raises KeyError when a link that the step uses is not in the model, RuntimeError when a step could never end (our own fault).
+    """
+    machine = _Machine(step, links, record=record)
+    machine.queue.start(machine.updater.run())
+    training = machine.queue.start(machine.train(steps))
+    machine.queue.run()
+    if not training.fired or machine.result is None:
+        raise RuntimeError(f"the simulated step stands still at {machine.queue.now:.6f} s: {machine.state()}")
+    return machine.result
+
+
+@dataclass(kw_only=True, slots=True)
+class _Seat:
+    nbytes: int
+    arrival: Signal
+    started: float
+
+
+@dataclass(kw_only=True)
+class _Totals:
+    """What the current step has done so far."""
+
+    began: float = 0.0
+    passes_ended: float = 0.0
+    busy: dict[str, float] = field(default_factory=dict)
+    stalled: dict[str, float] = field(default_factory=dict)
+    fetched_bytes: int = 0
+    up_bytes: int = 0
+    compute_s: float = 0.0
+    fetches: int = 0
+    actions: list[Action] = field(default_factory=list)
+    uses: list[Use] = field(default_factory=list)
+    peak_window: int = 0
+    peak_buffers: int = 0
+    peak_gradients: int = 0
+
+    def stall(self, what: str, seconds: float) -> None:
+        if seconds > 0:
+            self.stalled[what] = self.stalled.get(what, 0.0) + seconds
+
+
+class _Machine:
+    """Everything that runs in one simulation."""
+
+    def __init__(self, step: StepModel, links: BandwidthModel, *, record: bool) -> None:
+        self.step = step
+        self.record = record
+        self.spans = Spans(enabled=record)
+        self.queue = EventQueue()
+        self.links = links
+        uses_disk = any(group.read_bytes for group in step.groups) or any(
+            part.read_bytes or part.write_bytes for update in step.updates for part in update.sub_groups
+        )
+        self.disk = links.link(DISK) if uses_disk else None
+        gain = self.disk.mix_gain if self.disk is not None else 1.0
+        self.disk_channel = Channel(queue=self.queue, pace_together=gain / 2, one_lane=gain == 1)
+        self.up = links.link(TO_DEVICE) if any(group.up_bytes for group in step.groups) else None
+        self.up_channel = Channel(queue=self.queue)
+        self.cores = Channel(queue=self.queue, pace_together=0.5 if step.shared_cores else 1.0)
+        self.scheduler = Scheduler(sizes=[group.window_bytes for group in step.groups], lookahead=step.lookahead)
+        self.order = Order(access.group for access in step.accesses if step.groups[access.group].window_bytes)
+        self.position = -1
+        self.seats: dict[int, _Seat] = {}
+        self.held = 0
+        self.current = -1
+        self.totals = _Totals()
+        self.result: Simulation | None = None
+        self.updater = _Updater(self)
+        self.open_gradients = 0
+        self._early: dict[int, list[UpdateModel]] = {}
+        for update in step.updates:
+            if update.after is not None:
+                self._early.setdefault(update.after, []).append(update)
+        self._late = [update for update in step.updates if update.after is None]
+
+    def state(self) -> str:
+        """For an error: who holds what."""
+        return f"access {self.position}, {self.held:,} bytes held, {self.open_gradients:,} of gradients open"
+
+    # -- the training thread -------------------------------------------------------------------------------------
+
+    def train(self, steps: int) -> Process:
+        self._prefetch()
+        for _ in range(steps):
+            self._begin_step()
+            for index, access in enumerate(self.step.accesses):
+                asked = self.queue.now
+                yield from self._acquire(access.group)
+                for update in self._early.get(index, ()):
+                    yield from self._gradient_room(update)
+                began = self.queue.now
+                seat = self.seats.get(access.group)
+                self.totals.compute_s += access.compute_s
+                yield self.cores.serve(PASSES, access.compute_s)
+                self._note_use(access.group, asked, seat, began)
+                for update in self._early.get(index, ()):
+                    self.updater.submit(update)
+            self.totals.passes_ended = self.queue.now
+            for update in self._late:
+                self.open_gradients += update.gradient_bytes
+                self.updater.submit(update)
+            self.totals.peak_gradients = max(self.totals.peak_gradients, self.open_gradients)
+            yield from self.updater.drain()
+            if self.step.commit_s:
+                yield self.queue.after(self.step.commit_s)
+            yield from self._invalidate()
+            self.result = self._finish()
+            self._prefetch()
+        self.updater.stop()
+
+    def _begin_step(self) -> None:
+        self.totals = _Totals(began=self.queue.now)
+        for group in self.seats:  # fetched ahead, between the steps
+            self._count_fetch(group)
+        self.totals.peak_window = self.held
+        self.totals.busy = {name: channel.busy_s for name, channel in self._channels()}
+        self.updater.begin_step()
+
+    def _acquire(self, group: int) -> Process:
+        if not self.step.groups[group].window_bytes:
+            return
+        asked = self.queue.now
+        self.position = (self.position + 1) % len(self.order.groups)
+        self.current = group
+        if group not in self.seats:
+            yield from self._make_room(group)
+            self._fetch(group, Priority.DEMAND)
+        yield self.seats[group].arrival
+        self.totals.stall(DISK if self.step.groups[group].read_bytes else TO_DEVICE, self.queue.now - asked)
+        self.spans.add("stall", self.step.groups[group].name, asked, self.queue.now)
+        gather = self.step.groups[group].gather_s
+        if gather:
+            yield self.queue.after(gather)
+            self.totals.stall("gather", gather)
+        self._prefetch()
+
+    def _gradient_room(self, update: UpdateModel) -> Process:
+        """Wait until the gradient fits beside those that are open."""
+        asked, room = self.queue.now, self.step.gradient_room_bytes
+        while room is not None and self.open_gradients + update.gradient_bytes > room and self.updater.open_jobs:
+            yield self.updater.next_job_done()
+        self.open_gradients += update.gradient_bytes
+        self.totals.peak_gradients = max(self.totals.peak_gradients, self.open_gradients)
+        self.totals.stall("gradient room", self.queue.now - asked)
+        self.spans.add("stall", f"gradient room for {update.name}", asked, self.queue.now)
+
+    def _note_use(self, group: int, asked: float, seat: _Seat | None, began: float) -> None:
+        if self.record:
+            arrived = seat.arrival.at if seat is not None and seat.arrival.at is not None else began
+            self.totals.uses.append(Use(group=group, asked=asked, arrived=arrived, began=began, ended=self.queue.now))
+            self.spans.add(COMPUTE, self.step.groups[group].name, began, self.queue.now)
+
+    # -- the device tier -----------------------------------------------------------------------------------------
+
+    def _upcoming(self) -> Upcoming:
+        return Upcoming(self.order, self.position + 1)
+
+    def _busy(self) -> set[int]:
+        return {group for group, seat in self.seats.items() if group == self.current or not seat.arrival.fired}
+
+    def _prefetch(self) -> None:
+        if not self.order.groups:
+            return
+        state = DeviceState(
+            held={group: seat.nbytes for group, seat in self.seats.items()},
+            busy=self._busy(),
+            capacity_bytes=self.step.window_bytes,
+        )
+        for action in self.scheduler.prefetch(state, self._upcoming()):
+            if action.verb is Verb.EVICT:
+                self._evict(action.group)
+            else:
+                self._fetch(action.group, Priority.PREFETCH)
+
+    def _fetch(self, group: int, priority: Priority) -> None:
+        model = self.step.groups[group]
+        seat = _Seat(nbytes=model.window_bytes, arrival=Signal(), started=self.queue.now)
+        self.seats[group] = seat
+        self.held += seat.nbytes
+        self.totals.peak_window = max(self.totals.peak_window, self.held)
+        self._count_fetch(group)
+        self.queue.start(self._transfer(group, seat, priority))
+
+    def _count_fetch(self, group: int) -> None:
+        self.totals.fetches += 1
+        self.totals.fetched_bytes += self.step.groups[group].read_bytes
+        self.totals.up_bytes += self.step.groups[group].up_bytes
+        if self.record:
+            self.totals.actions.append(Action(Verb.FETCH, group))
+
+    def _transfer(self, group: int, seat: _Seat, priority: Priority) -> Process:
+        model = self.step.groups[group]
+        if model.read_bytes and self.disk is not None:
+            seconds, latency = self.disk.read_s(model.read_bytes), self.disk.read.latency_s
+            yield self.disk_channel.serve(READ, seconds, priority=priority, latency_s=latency)
+        if model.up_bytes and self.up is not None:
+            yield self.up_channel.serve(READ, self.up.read_s(model.up_bytes), latency_s=self.up.read.latency_s)
+        self.spans.add("fetch", model.name, seat.started, self.queue.now)
+        seat.arrival.fire(self.queue.now)
+
+    def _evict(self, group: int) -> None:
+        self.held -= self.seats.pop(group).nbytes
+        if self.record:
+            self.totals.actions.append(Action(Verb.EVICT, group))
+
+    def _make_room(self, group: int) -> Process:
+        """Evict idle groups, furthest next use first; then give up prefetches that came too early."""
+        upcoming = self._upcoming()
+        wanted = self.step.groups[group].window_bytes
+        while self.held + wanted > self.step.window_bytes:
+            busy = self._busy()
+            idle = [other for other in self.seats if other not in busy]
+            candidates = idle or [other for other in self.seats if other != group]
+            victim = max(candidates, key=lambda other: (upcoming.next_use(other), other))
+            yield self.seats[victim].arrival  # the memory is free only once nothing writes to it
+            self._evict(victim)
+
+    def _invalidate(self) -> Process:
+        for group in list(self.seats):
+            yield self.seats[group].arrival
+            self._evict(group)
+        self.current, self.position = -1, -1
+
+    # -- the outcome -----------------------------------------------------------------------------------------------
+
+    def _channels(self) -> Iterator[tuple[str, Channel]]:
+        if self.disk is not None:
+            yield DISK, self.disk_channel
+        if self.up is not None:
+            yield TO_DEVICE, self.up_channel
+        yield COMPUTE, self.cores
+
+    def _finish(self) -> Simulation:
+        totals, updater = self.totals, self.updater
+        step_s = self.queue.now - totals.began
+        busy = {name: channel.busy_s - totals.busy[name] for name, channel in self._channels()}
+        bound, barrier_bound = self._bounds()
+        return Simulation(
+            step_s=step_s,
+            passes_s=totals.passes_ended - totals.began,
+            update_s=self.queue.now - totals.passes_ended,
+            busy_s=busy,
+            idle_s={name: step_s - seconds for name, seconds in busy.items()},
+            stalled_s=dict(totals.stalled),
+            read_bytes=totals.fetched_bytes + updater.read_bytes,
+            written_bytes=updater.written_bytes,
+            fetches=totals.fetches,
+            peak_bytes={
+                "device": self.step.fixed_device_bytes + totals.peak_window,
+                "host": self.step.fixed_host_bytes
+                + self.step.buffer_bytes * self.step.buffer_count
+                + totals.peak_gradients,
+            },
+            peak_window_bytes=totals.peak_window,
+            lower_bound_s=bound,
+            barrier_bound_s=barrier_bound,
+            actions=tuple(totals.actions),
+            uses=tuple(totals.uses),
+            spans=self.spans,
+        )
+
+    def _bounds(self) -> tuple[float, float]:
+        """Least time for the bytes that were moved: as this step may overlap, and with an update barrier."""
+        totals, updater = self.totals, self.updater
+        fetch = self.disk.read_s(totals.fetched_bytes) if self.disk is not None else 0.0
+        up = self.up.read_s(totals.up_bytes) if self.up is not None else 0.0
+        read = write = 0.0
+        gain = 1.0
+        if self.disk is not None:
+            read, write = self.disk.read_s(updater.read_bytes), self.disk.write_s(updater.written_bytes)
+            gain = self.disk.mix_gain
+        barrier = max(totals.compute_s, fetch, up) + max(updater.adam_s, mixed_seconds(read, write, gain))
+        if not self.step.early:
+            return barrier, barrier
+        both = totals.compute_s + updater.adam_s
+        compute = both if self.step.shared_cores else max(totals.compute_s, updater.adam_s)
+        return max(compute, mixed_seconds(fetch + read, write, gain), up), barrier
+
+
+@dataclass(kw_only=True, slots=True)
+class _Flight:
+    update: UpdateModel
+    part: SubGroup
+    is_last: bool
+    transfer: Signal
+
+
+class _Updater:
+    """The update thread: read sub-group k+1 | Adam on k | write k-1, as zero/update.py does it."""
+
+    def __init__(self, machine: _Machine) -> None:
+        self.machine = machine
+        self.open_jobs = 0
+        self._unwritten = 0
+        self._jobs: deque[UpdateModel] = deque()
+        self._parts: deque[tuple[UpdateModel, SubGroup, bool]] = deque()
+        self._free = machine.step.buffer_count
+        self._stopped = False
+        self._arrival = Signal()
+        self._progress = Signal()
+        self.begin_step()
+
+    def begin_step(self) -> None:
+        self.read_bytes = self.written_bytes = 0
+        self.adam_s = 0.0
+
+    # -- called by the training thread ---------------------------------------------------------------------------
+
+    def submit(self, update: UpdateModel) -> None:
+        self.open_jobs += 1
+        self._jobs.append(update)
+        self._wake()
+
+    def stop(self) -> None:
+        self._stopped = True
+        self._wake()
+
+    def next_job_done(self) -> Signal:
+        return self._progress
+
+    def drain(self) -> Process:
+        while self.open_jobs or self._unwritten:
+            yield self._progress
+
+    # -- the update thread -----------------------------------------------------------------------------------------
+
+    def run(self) -> Process:
+        reading: deque[_Flight] = deque()
+        writing: deque[_Flight] = deque()
+        while True:
+            while self._free or not (reading or writing):
+                yield from self._run_in_memory()
+                if self._parts:
+                    self._free -= 1
+                    reading.append(self._read(*self._parts.popleft()))
+                elif reading or writing:
+                    break
+                elif self._stopped:
+                    return
+                else:
+                    self._arrival = Signal()
+                    yield self._arrival
+            if reading:
+                writing.append((yield from self._update(reading.popleft())))
+                while writing and writing[0].transfer.fired:
+                    self._written(writing.popleft())
+            elif writing:
+                yield writing[0].transfer
+                self._written(writing.popleft())
+
+    def _run_in_memory(self) -> Process:
+        """Take up the next jobs until one streams; those in memory are computed on the way."""
+        while not self._parts and self._jobs:
+            update = self._jobs.popleft()
+            if update.streams and update.sub_groups:
+                last = len(update.sub_groups) - 1
+                self._parts.extend((update, part, index == last) for index, part in enumerate(update.sub_groups))
+                self._unwritten += len(update.sub_groups)
+                continue
+            for part in update.sub_groups:
+                yield self._adam(update, part)
+            self._job_done(update)
+
+    def _read(self, update: UpdateModel, part: SubGroup, is_last: bool) -> _Flight:
+        machine = self.machine
+        self.read_bytes += part.read_bytes
+        if part.read_bytes and machine.disk is not None:
+            seconds, latency = machine.disk.read_s(part.read_bytes), machine.disk.read.latency_s
+            transfer = machine.disk_channel.serve(READ, seconds, priority=Priority.PREFETCH, latency_s=latency)
+        else:
+            transfer = _fired(machine.queue.now)
+        return _Flight(update=update, part=part, is_last=is_last, transfer=transfer)
+
+    def _update(self, flight: _Flight) -> Generator[Signal, None, _Flight]:
+        machine = self.machine
+        yield flight.transfer
+        began = machine.queue.now
+        yield self._adam(flight.update, flight.part)
+        machine.spans.add("update: Adam", flight.update.name, began, machine.queue.now)
+        self.written_bytes += flight.part.write_bytes
+        if flight.part.write_bytes and machine.disk is not None:
+            seconds, latency = machine.disk.write_s(flight.part.write_bytes), machine.disk.write.latency_s
+            written = machine.disk_channel.serve(WRITE, seconds, priority=Priority.WRITE_BACK, latency_s=latency)
+        else:
+            written = _fired(machine.queue.now)
+        if flight.is_last:
+            self._job_done(flight.update)
+        return _Flight(update=flight.update, part=flight.part, is_last=flight.is_last, transfer=written)
+
+    def _adam(self, update: UpdateModel, part: SubGroup) -> Signal:
+        del update
+        self.adam_s += part.adam_s
+        return self.machine.cores.serve(ADAM, part.adam_s)
+
+    def _job_done(self, update: UpdateModel) -> None:
+        self.machine.open_gradients -= update.gradient_bytes
+        self.open_jobs -= 1
+        self._notify()
+
+    def _written(self, flight: _Flight) -> None:
+        del flight
+        self._free += 1
+        self._unwritten -= 1
+        self._notify()
+
+    def _wake(self) -> None:
+        if not self._arrival.fired:
+            self._arrival.fire(self.machine.queue.now)
+
+    def _notify(self) -> None:
+        before, self._progress = self._progress, Signal()
+        before.fire(self.machine.queue.now)
+
+
+def _fired(now: float) -> Signal:
+    signal = Signal()
+    signal.fire(now)
+    return signal
