@@ -225,9 +225,10 @@ class ZeroRuntime:
                 for name, buffer in buffer_owner.named_buffers(recurse=False):
                     buffer_owner._buffers[name] = buffer.to(self.options.accelerator.device)
         if self.options.compute_dtype is not None:
+            # Buffers that no state dict has (rotary frequencies, say) keep their precision, as where transformers loads them.
             for buffer_owner in self.module.modules():
                 for name, buffer in buffer_owner.named_buffers(recurse=False):
-                    if buffer.is_floating_point():
+                    if buffer.is_floating_point() and name not in buffer_owner._non_persistent_buffers_set:
                         buffer_owner._buffers[name] = buffer.to(self.options.compute_dtype)
 
     def _is_to_resume(self) -> bool:
