@@ -144,15 +144,15 @@ class _Planner:
     def window_bytes(self, homes: Mapping[str, Home], window_groups: int) -> int:
         """So many of the largest groups, and at least those that are used at the same time.
 
-        The latter cannot be moved while they are used, and may lie so that no hole between them is large enough; with as
-        many times the largest of them more as there are others, one always is.
+        The latter cannot be moved while they are used, and may lie so that no hole between them is large enough; with
+        the largest of them once more for every other, less a page, one always is.
         """
         sizes = self.fetched_sizes(homes)
         least = sum(sorted(sizes.values(), reverse=True)[:window_groups])
         for groups in self.together:
             at_once = [sizes[group] for group in set(groups) if sizes.get(group)]
             if at_once:
-                least = max(least, sum(at_once) + (len(at_once) - 1) * max(at_once))
+                least = max(least, sum(at_once) + (len(at_once) - 1) * (max(at_once) - ALIGN))
         return least
 
     def device_items(self, homes: Mapping[str, Home], window_groups: int) -> dict[str, int]:

@@ -188,10 +188,11 @@ class ParamGroup:
     def bind(self, block: Block) -> None:
         for segment, offset in self.offsets():
             segment.bind(block, offset)
-            self.bound[block.address + offset] = segment
+            if segment.nbytes:  # an empty one shares its address with the next
+                self.bound[block.address + offset] = segment
 
     def unbind(self) -> None:
         for segment in self.streamed:
-            if segment.flat is not None:
+            if segment.flat is not None and segment.nbytes:
                 self.bound.pop(segment.flat.data_ptr(), None)
             segment.unbind()

@@ -88,7 +88,7 @@ class ZeroRuntime:
     def _build_movers(self, params: Any) -> None:
         """What moves state while training: executor, updater, optimizer, collector and hooks."""
         options = self.options
-        bound = {segment.flat.data_ptr(): segment for segment in self.segments if segment.flat is not None}
+        bound = {s.flat.data_ptr(): s for s in self.segments if s.flat is not None and s.nbytes}
         fetch_buffers = FetchBuffers(blocks=self._blocks("fetch buffers", self.placement.fetch_buffer_count))
         for group in self.groups:
             group.store, group.bound, group.fetch_buffers = self.store, bound, fetch_buffers

@@ -13,16 +13,13 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from lamina.tiers import Executor
 
+from .fetch_on_use import FetchOnUse
 from .param_group import ParamGroup
 from .segment import Segment
-
-# Properties of a tensor whose value needs its elements; every other getter can be answered from a placeholder.
-READING_GETTERS = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
 
 
 class SavedParameter:
@@ -48,44 +45,6 @@ class SavedActivation:
 
     tensor: torch.Tensor
     version: int
-
-
-class _FetchOnUse(TorchFunctionMode):
-    """Fetches parameters that are used outside their module's forward (``other.weight * 2``)."""
-
-    def __init__(self, state: "ZeroState") -> None:
-        super().__init__()
-        self._state = state
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        name = getattr(func, "__name__", "")
-        if name == "__set__" or (name == "__get__" and func.__self__.__name__ not in READING_GETTERS):
-            return func(*args, **kwargs)
-        groups = {
-            group
-            for value in _flatten((*args, *kwargs.values()))
-            if isinstance(value, nn.Parameter) and (group := self._state.streamed_group_of.get(id(value))) is not None
-        }
-        if not groups:
-            return func(*args, **kwargs)
-        pinned = []
-        try:
-            for group in sorted(groups):
-                self._state.executor.pin(group)
-                pinned.append(group)
-            return func(*args, **kwargs)
-        finally:
-            for group in pinned:
-                self._state.executor.unpin(group)
-
-
-def _flatten(values: Sequence[Any]) -> Iterator[Any]:
-    for value in values:
-        if isinstance(value, list | tuple):
-            yield from _flatten(value)
-        else:
-            yield value
 
 
 class _ModuleUse:
@@ -146,7 +105,7 @@ class ZeroState:
             if self._track_saved:
                 stack.enter_context(saved_tensors_hooks(self._pack, self._unpack))
             if self.streamed_group_of:
-                stack.enter_context(_FetchOnUse(self))
+                stack.enter_context(FetchOnUse(self.executor, self.streamed_group_of))
             yield
 
     def remove(self) -> None:
