@@ -12,7 +12,7 @@ from .plan import Action, Verb, format_plan, parse_plan
 from .probe import DiskSpeed, probe_disk
 from .residency import Residency
 from .scheduler import Scheduler
-from .simulate import Simulation, simulate
+from .simulate import Simulation, simulate, simulate_ranks
 from .spans import Spans
 from .step_model import ComputeTimes, GroupModel, StepModel, SubGroup, UpdateModel, model_step
 from .tier import NvmePath, Plane, PlaneSpec, ShardSpec, Tier
@@ -68,4 +68,5 @@ __all__ = [
     "place",
     "probe_disk",
     "simulate",
+    "simulate_ranks",
 ]

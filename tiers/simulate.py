@@ -5,7 +5,7 @@ repeated so that the last one starts where the one before it ended.
 """
 
 from collections import deque
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from lamina.aio_native import Priority
@@ -100,6 +100,16 @@ def simulate(step: StepModel, links: BandwidthModel, *, steps: int = 2, record: 
     if not training.fired or machine.result is None:
         raise RuntimeError(f"the simulated step stands still at {machine.queue.now:.6f} s: {machine.state()}")
     return machine.result
+
+
+def simulate_ranks(ranks: Sequence[StepModel], links: BandwidthModel) -> Simulation:
+    """The slowest of all ranks: they wait for each other at every gather. Ranks that do the same are simulated once.
+
+    ``links`` are those of one rank (see ``Link.sharers``). Raises ValueError without ranks.
+    """
+    if not ranks:
+        raise ValueError("no ranks to simulate: give at least one")
+    return max((simulate(step, links) for step in dict.fromkeys(ranks)), key=lambda done: done.step_s)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -388,7 +398,7 @@ class _Updater:
         self._jobs: deque[UpdateModel] = deque()
         self._parts: deque[tuple[UpdateModel, SubGroup, bool]] = deque()
         self._free = machine.step.buffer_count
-        self._stopped = False
+        self._stopped = self._flushing = False
         self._arrival = Signal()
         self._progress = Signal()
         self.begin_step()
@@ -412,6 +422,8 @@ class _Updater:
         return self._progress
 
     def drain(self) -> Process:
+        self._flushing = True
+        self._wake()
         while self.open_jobs or self._unwritten:
             yield self._progress
 
@@ -426,12 +438,12 @@ class _Updater:
                 if self._parts:
                     self._free -= 1
                     reading.append(self._read(*self._parts.popleft()))
-                elif reading or writing:
+                elif reading or (writing and self._flushing):
                     break
                 elif self._stopped:
                     return
                 else:
-                    self._arrival = Signal()
+                    self._arrival, self._flushing = Signal(), False
                     yield self._arrival
             if reading:
                 writing.append((yield from self._update(reading.popleft())))

@@ -79,6 +79,7 @@ class _InFlight:
 
 
 _STOP = object()
+_FLUSH = object()  # everything before it is to be written
 
 
 @dataclass(kw_only=True)
@@ -97,6 +98,7 @@ class Updater:
         self._free = deque(self.staging)
         self._state = threading.Condition()
         self._open_jobs = 0
+        self._queued_jobs = 0  # of the open ones, those not yet taken up
         self._unwritten = 0
         self._error: BaseException | None = None
         self._transaction: Transaction | None = None
@@ -114,6 +116,7 @@ class Updater:
     def submit(self, job: UpdateJob, transaction: Transaction | None) -> None:
         with self._state:
             self._open_jobs += 1
+            self._queued_jobs += 1
             self._transaction = transaction
         self._queue.put(job)
 
@@ -128,6 +131,7 @@ class Updater:
 
     def drain(self) -> None:
         """Wait until every job is computed and written; raises the first error of any of them."""
+        self._queue.put(_FLUSH)
         with self._state:
             self._state.wait_for(lambda: self._open_jobs == 0 and self._unwritten == 0)
             error, self._error = self._error, None
@@ -156,21 +160,38 @@ class Updater:
 
     def _turn(self, reading: deque[_InFlight], writing: deque[_InFlight]) -> bool:
         """One round of the pipeline; False when the thread is to end."""
-        # Jobs in memory need no staging, so the queue is looked at also when there is none.
+        # Jobs in memory need no staging, so the queue is looked at also when there is none. Writes under way are waited for
+        # only when their buffers are needed or at a flush: a job that comes meanwhile can be read at once.
         while self._free or not (reading or writing):
-            chunk = self._next_chunk(block=not reading and not writing)
+            chunk = self._next_chunk(block=not reading)
             if chunk is _STOP:
+                _settle(reading, writing)
                 return False
+            if chunk is _FLUSH:
+                self._flush(reading, writing)
+                return True
             if not isinstance(chunk, _Chunk):
                 break
             reading.append(self._read(chunk))
         if reading:
-            writing.append(self._update(reading.popleft()))
+            self._update_next(reading, writing)
             while writing and all(handle.done() for handle in writing[0].handles):
                 self._written(writing)
         elif writing:
             self._written(writing)
         return True
+
+    def _flush(self, reading: deque[_InFlight], writing: deque[_InFlight]) -> None:
+        """Finish what is under way; the queue holds no job that came before."""
+        while reading:
+            self._update_next(reading, writing)
+        while writing:
+            self._written(writing)
+
+    def _update_next(self, reading: deque[_InFlight], writing: deque[_InFlight]) -> None:
+        # It stays in ``reading`` until its update has succeeded, so that its buffer is not reused under a failed one's I/O.
+        writing.append(self._update(reading[0]))
+        reading.popleft()
 
     def _next_chunk(self, *, block: bool) -> object:
         """The next sub-group to stream; jobs in memory are run on the way. None: nothing to do now."""
@@ -186,6 +207,8 @@ class Updater:
                 return None
             if not isinstance(job, UpdateJob):
                 return job
+            with self._state:
+                self._queued_jobs -= 1
             if self._error is not None:
                 self._job_done(job)
             elif job.segment.stored_planes:
@@ -351,12 +374,7 @@ class Updater:
 
     def _fail(self, error: BaseException, reading: deque[_InFlight], writing: deque[_InFlight]) -> None:
         """Remember the first error, let transfers end, and account for everything that will not be done."""
-        for flight in (*reading, *writing):
-            for handle in flight.handles:
-                try:
-                    handle.wait()
-                except OSError:
-                    continue  # the first error is the one that is told
+        _settle(reading, writing)
         reading.clear()
         writing.clear()
         self._chunks = None
@@ -365,8 +383,18 @@ class Updater:
             if self._error is None:
                 self._error = error
             self._unwritten = 0
-            self._open_jobs = self._queue.qsize()
+            self._open_jobs = self._queued_jobs
             self._state.notify_all()
+
+
+def _settle(*flights: deque[_InFlight]) -> None:
+    """Wait until no transfer touches a buffer any more."""
+    for flight in (flight for queued in flights for flight in queued):
+        for handle in flight.handles:
+            try:
+                handle.wait()
+            except OSError:
+                continue  # the first error is the one that is told
 
 
 def _is_only_written(plane: Plane, job: UpdateJob) -> bool:
