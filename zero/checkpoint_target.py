@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lamina.tiers import GenerationStore, Plane, Transaction
+from lamina.tiers import Plane, Transaction
 
 from .access import bytes_of, plane_in_memory, planes_in_memory
 from .checkpoint_source import StateSource
@@ -66,7 +66,8 @@ class StateWriter:
         transaction = None
         if store is not None:
             runtime.executor.invalidate()
-            transaction = _begin(store, [s for s in runtime.segments if not s.trainable and s.stored_planes])
+            frozen = any(segment.stored_planes for segment in runtime.segments if not segment.trainable)
+            transaction = store.begin(replace_frozen=frozen)
         try:
             for segment in runtime.segments:
                 for begin in range(0, segment.layout.shard_numel, CHUNK_NUMEL):
@@ -161,10 +162,6 @@ class StateWriter:
             raise RuntimeError(f"{segment.name} has no {plane} in memory and there is no store")
         store.read(segment.name, plane, bytes_of(values), offset=begin * dtype.itemsize).wait()
         return values
-
-
-def _begin(store: GenerationStore, frozen: Sequence[Segment]) -> Transaction:
-    return store._begin(replace_frozen=True) if frozen else store.begin()
 
 
 def _pieces(segment: Segment, begin: int, count: int) -> list[_Piece]:

@@ -45,7 +45,7 @@ class InitialState:
         if self._store is not None and not keep_stored:
             # A store that was kept has its frozen shards already, and they are to be written anew.
             anew = self._store.current is not None
-            transaction = self._store._begin(replace_frozen=True) if anew else self._store.begin()
+            transaction = self._store.begin(replace_frozen=anew)
         with torch.no_grad():
             for segment in segments:
                 self._place(segment, transaction)

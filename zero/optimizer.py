@@ -261,21 +261,34 @@ class TieredAdam(torch.optim.Optimizer):
         return found
 
     def _end_window(self, *, commit: bool, step: int) -> None:
-        if commit:
-            for segment in self._segments:
-                for slot in self._updated.get(id(segment), ()):
-                    self.param_steps[id(segment.parameters[slot])] += 1
+        """Close the window, whatever happens in it; when the commit fails no step was counted."""
+        transaction, self._transaction = self._transaction, None
+        try:
+            if commit:
+                self._commit(transaction, step)
+        finally:
+            if transaction is not None:
+                transaction.abort()  # does nothing after a commit
+            self._early.clear()
+            self._norms.clear()
+            self._updated.clear()
+            self._gradients.release_all()
+
+    def _commit(self, transaction: Transaction | None, step: int) -> None:
+        counted = [
+            id(segment.parameters[slot]) for segment in self._segments for slot in self._updated.get(id(segment), ())
+        ]
+        # Counted first: what the generation remembers has this step in it.
+        for key in counted:
+            self.param_steps[key] += 1
+        try:
             for segment in self._segments:
                 if segment.replicated and segment.layout.world_size > 1 and segment.flat is not None:
                     self._ranks.all_gather(segment.flat)
-        transaction, self._transaction = self._transaction, None
-        if transaction is not None:
-            if commit:
+            if transaction is not None:
                 transaction.copy_rest()
                 transaction.commit(step, self.generation_meta())
-            else:
-                transaction.abort()
-        self._early.clear()
-        self._norms.clear()
-        self._updated.clear()
-        self._gradients.release_all()
+        except BaseException:
+            for key in counted:
+                self.param_steps[key] -= 1
+            raise

@@ -1,0 +1,208 @@
+"""Killed at any moment, training goes on from the store's last generation, bit-exactly; SIGINT and SIGTERM end it cleanly."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from small_model import batch, build, on_nvme, settings
+from train_until_killed import STEPS, main, start
+
+from lamina.engine import initialize
+from lamina.tiers import StoreError
+from lamina.zero import get_full
+
+SCRIPT = Path(__file__).with_name("train_until_killed.py")
+SMALL = {"width": 16, "hidden": 32, "blocks": 2}
+
+
+class Server:
+    """The forking script."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+
+    def start(self, folder: Path, mode: str) -> int:
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{folder} {mode}\n")
+        self._process.stdin.flush()
+        return int(self.line().split()[1])
+
+    def line(self) -> str:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        assert line, "the server ended"
+        return line.strip()
+
+    def rest(self) -> tuple[list[str], int]:
+        """Lines until the child is gone, and its exit code."""
+        lines = []
+        while not (line := self.line()).startswith("gone"):
+            lines.append(line)
+        return lines, int(line.split()[1])
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(SCRIPT.parent), *sys.path])}
+    with subprocess.Popen(
+        [sys.executable, str(SCRIPT)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env
+    ) as process:
+        yield Server(process)
+        assert process.stdin is not None
+        process.stdin.close()
+
+
+def test_killed_over_and_over_it_goes_on_bit_exactly(
+    server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Losses, rates and random numbers of every step that was told are those of a run that nobody killed."""
+    main(tmp_path / "straight", "resume")
+    wanted = capsys.readouterr().out.split("\n")[:STEPS]
+    chance, told, kills = random.Random(1), set(), 0
+    while True:
+        child = server.start(tmp_path / "killed", "resume")
+        if kills < 5:
+            first = server.line()
+            time.sleep(chance.uniform(0, 0.03))
+            os.kill(child, signal.SIGKILL)
+            lines, code = server.rest()
+            lines.append(first)
+            kills += 1
+        else:
+            lines, code = server.rest()
+        told |= {line for line in lines if line.startswith("step")}
+        if code == 0:
+            break
+        assert code == -signal.SIGKILL
+    assert told <= set(wanted)
+    assert wanted[-1] in told
+    engines = [start(tmp_path / name, resume=True) for name in ("straight", "killed")]
+    states = []
+    for engine in engines:
+        with engine:
+            parameters = list(engine.module.parameters())
+            states.append([get_full(p, plane) for p in parameters for plane in ("master", "exp_avg", "exp_avg_sq")])
+    assert all(map(torch.equal, *states))
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_stop_signals_end_the_step_save_and_release(
+    number: signal.Signals, code: int, server: Server, tmp_path: Path
+) -> None:
+    child = server.start(tmp_path, "slow")
+    first = server.line()
+    time.sleep(0.1)  # inside the next forward pass
+    os.kill(child, number)
+    lines, found = server.rest()
+    assert found == code
+    assert first.startswith("step 1 ")
+    assert lines == []  # the step under way was ended, and the loop was left before it told
+    assert (tmp_path / "c" / "latest").read_text() == "global_step2"
+    with start(tmp_path, resume=True) as engine:  # the lock was given back
+        assert engine.global_steps == 2
+    with start(tmp_path, resume=False) as engine:
+        engine.load_checkpoint(tmp_path / "c")
+        assert engine.global_steps == 2
+
+
+def test_a_signal_between_windows_acts_at_once_and_handlers_are_put_back() -> None:
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    engine = initialize(build(**SMALL), config=settings())[0]
+    assert signal.getsignal(signal.SIGTERM) != before[signal.SIGTERM]
+    with pytest.raises(SystemExit) as stopped:
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert stopped.value.code == 143
+    with pytest.raises(RuntimeError, match="the engine was closed"):
+        engine(*batch(0))
+    assert {number: signal.getsignal(number) for number in before} == before
+    with initialize(build(**SMALL), config=settings(), handle_signals=False)[0]:
+        assert {number: signal.getsignal(number) for number in before} == before
+
+
+def test_a_second_signal_does_not_wait(capsys: pytest.CaptureFixture[str]) -> None:
+    with initialize(build(**SMALL), config=settings())[0] as engine:
+        engine.backward(engine(*batch(0)))
+        os.kill(os.getpid(), signal.SIGINT)
+        assert "SIGINT: the step under way is ended first" in capsys.readouterr().err
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    with initialize(build(**SMALL), config=settings())[0] as engine:
+        engine.backward(engine(*batch(0)))
+        os.kill(os.getpid(), signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+        assert engine.global_steps == 1
+
+
+def test_kept_state_is_never_dropped_unless_told_to(tmp_path: Path) -> None:
+    with start(tmp_path, resume="auto") as engine:
+        engine.train_batch()
+    with pytest.raises(StoreError, match=r"kept the state of step 1: pass resume=True"):
+        start(tmp_path)
+    with start(tmp_path, resume=True) as engine:
+        assert engine.global_steps == 1
+    with start(tmp_path, resume=False) as engine:
+        assert engine.global_steps == 0
+    with pytest.raises(StoreError, match="no committed state"):
+        start(tmp_path / "other", resume=True)
+    with pytest.raises(ValueError, match=r"resume needs tiers\.keep_state"):
+        initialize(build(**SMALL), config=settings(**on_nvme(tmp_path / "third")), resume=True)
+    placed = on_nvme(tmp_path / "fourth", keep_state=True, optimizer="cpu")
+    with initialize(build(**SMALL), config=settings(**placed))[0]:
+        pass
+    with pytest.raises(StoreError, match="placed in memory, which did not survive"):
+        initialize(build(**SMALL), config=settings(**placed), resume=True)
+
+
+def test_a_checkpoint_loaded_into_kept_state_can_be_resumed_too(tmp_path: Path) -> None:
+    with start(tmp_path / "a", resume="auto") as engine:
+        for _ in range(3):
+            engine.train_batch()
+        engine.save_checkpoint(tmp_path / "c")
+        wanted = [engine.train_batch().item() for _ in range(2)]
+    with start(tmp_path / "b", resume="auto") as engine:
+        engine.load_checkpoint(tmp_path / "c")
+    with start(tmp_path / "b", resume=True) as engine:
+        assert engine.global_steps == 3
+        assert [engine.train_batch().item() for _ in range(2)] == wanted
+
+
+def test_a_failed_step_with_state_on_nvme_can_be_done_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cached parameters that the failed step had updated are read again; with state in memory the engine refuses."""
+
+    def fail(*_arguments: object, **_options: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    losses = []
+    for failing in (True, False):
+        with initialize(build(**SMALL), config=settings(**on_nvme(tmp_path, param="none")))[0] as engine:
+            if failing:
+                engine.backward(engine(*batch(0)))
+                with monkeypatch.context() as patched:
+                    patched.setattr("lamina.tiers.Transaction.commit", fail)
+                    with pytest.raises(OSError, match="No space left"):
+                        engine.step()
+            for index in range(3):
+                loss = engine(*batch(index))
+                engine.backward(loss)
+                engine.step()
+                losses.append(loss.item())
+    assert losses[:3] == losses[3:]
+    with initialize(build(**SMALL), config=settings(**on_nvme(tmp_path, optimizer="cpu")))[0] as engine:
+        engine.save_checkpoint(tmp_path / "c")
+        engine.backward(engine(*batch(0)))
+        with monkeypatch.context() as patched:
+            patched.setattr("lamina.tiers.Transaction.commit", fail)
+            with pytest.raises(OSError, match="No space left"):
+                engine.step()
+        with pytest.raises(RuntimeError, match="load a checkpoint to go on"):
+            engine(*batch(0))
+        engine.load_checkpoint(tmp_path / "c")
+        assert engine(*batch(0)).item() == losses[0]

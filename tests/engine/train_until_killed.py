@@ -1,0 +1,70 @@
+"""Run by test_stop_and_resume: trains on NVMe with kept state, tells each step and its loss, stops when it is told to.
+
+Forks a child for each line `folder mode`, as kill_while_saving does. Modes: resume (go on), slow (each forward takes 0.2 s).
+"""
+
+import os
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+from small_model import build, on_nvme, settings
+from torch.utils.data import TensorDataset
+
+from lamina.engine import TrainingEngine, initialize
+
+STEPS = 14
+
+
+def data() -> TensorDataset:
+    tokens = torch.randint(0, 256, (40, 17), generator=torch.Generator().manual_seed(0))
+    return TensorDataset(tokens[:, :-1], tokens[:, 1:])
+
+
+def start(folder: Path, **options: Any) -> TrainingEngine:
+    torch.manual_seed(0)
+    schedule = {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 3, "total_num_steps": STEPS + 2}}
+    extra = on_nvme(folder / "n", keep_state=True)
+    config = settings(scheduler=schedule, gradient_accumulation_steps=2, bf16={"enabled": True}, **extra)
+    model = build(width=16, hidden=32, blocks=2)
+    return initialize(model, config=config, training_data=data(), **options)[0]
+
+
+def main(folder: Path, mode: str) -> None:
+    torch.set_num_threads(1)
+    with start(folder, resume="auto", save_on_stop=folder / "c") as engine:
+        if mode == "slow":
+            engine.module.register_forward_pre_hook(lambda *_: time.sleep(0.2))
+        while engine.global_steps < STEPS:
+            noise = torch.rand(1).item()  # the random state must go on, too
+            loss = engine.train_batch()
+            print(f"step {engine.global_steps} {loss.item():.9g} {engine.get_lr()[0]:.9g} {noise:.9g}", flush=True)
+
+
+def serve() -> None:
+    for line in sys.stdin:
+        folder, _, mode = line.strip().rpartition(" ")
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                main(Path(folder), mode)
+                code = 0
+            except SystemExit as stop:
+                code = int(str(stop.code))
+            except KeyboardInterrupt:
+                code = 130
+            except BaseException:  # noqa: BLE001 - told, and the exit code says so
+                traceback.print_exc()
+            sys.stdout.flush()
+            os._exit(code)
+        print(f"pid {child}", flush=True)
+        _, status = os.waitpid(child, 0)
+        print(f"gone {os.waitstatus_to_exitcode(status)}", flush=True)
+
+
+if __name__ == "__main__":
+    serve()
