@@ -10,7 +10,7 @@ import torch
 
 from lamina.aio_native import AsyncIO
 from lamina.tiers import Plane
-from lamina.tiers.pinned_reader import PinnedReader
+from lamina.tiers.nvme.pinned_reader import PinnedReader
 
 from .access import bytes_of
 from .checkpoint_file import PlaneFile

@@ -19,7 +19,7 @@ from typing import Any
 
 from lamina.aio_native import crc32c
 from lamina.tiers import IntegrityError
-from lamina.tiers.folder import sync_directory
+from lamina.tiers.nvme.folder import sync_directory
 
 FORMAT = "lamina checkpoint"
 VERSION = 1

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from lamina.tiers.folder import sync_directory
+from lamina.tiers.nvme.folder import sync_directory
 from lamina.zero import ClientOptimizer
 from lamina.zero.checkpoint import save_rank
 
