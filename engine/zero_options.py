@@ -8,8 +8,8 @@ import torch
 
 from lamina.aio_native import AsyncIO
 from lamina.tiers import Budgets, NvmePath, Tier, Wishes
-from lamina.tiers.nvme.folder import user_name
 from lamina.tiers.gpu import Accelerator
+from lamina.tiers.nvme.folder import user_name
 from lamina.zero import ZeroOptions
 
 from .config import ConfigError, EngineConfig
