@@ -2,6 +2,7 @@
 
 from .arena import Arena, ArenaReport, Block
 from .bandwidth import BandwidthModel, Curve, Link, Measured
+from .choice import Choice, Explanation, PlacementQuestion, choose, explain
 from .errors import BudgetError, IntegrityError, LayoutError, LockedError, SpaceError, StoreError
 from .executor import Executor
 from .nvme.handle import TransferHandle
@@ -27,10 +28,12 @@ __all__ = [
     "Block",
     "BudgetError",
     "Budgets",
+    "Choice",
     "ComputeTimes",
     "Curve",
     "DiskSpeed",
     "Executor",
+    "Explanation",
     "GenerationInfo",
     "GenerationStore",
     "GroupModel",
@@ -43,6 +46,7 @@ __all__ = [
     "NvmePath",
     "Placement",
     "PlacementError",
+    "PlacementQuestion",
     "Plane",
     "PlaneSpec",
     "Residency",
@@ -62,6 +66,8 @@ __all__ = [
     "UpdateModel",
     "Verb",
     "Wishes",
+    "choose",
+    "explain",
     "format_plan",
     "model_step",
     "parse_plan",

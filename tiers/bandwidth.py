@@ -8,7 +8,7 @@ import math
 import statistics
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from .probe import DiskSpeed
@@ -204,6 +204,14 @@ class BandwidthModel:
         modelled, factor = self._links[name], self._corrections[name].factor
         return replace(modelled, read=modelled.read.scaled(1 / factor), write=modelled.write.scaled(1 / factor))
 
+    def faster(self, name: str, times: float) -> "BandwidthModel":
+        """Another model in which one link is so many times as fast, both ways."""
+        links = [self.link(other) for other in self._links]
+        return BandwidthModel(
+            replace(link, read=link.read.scaled(times), write=link.write.scaled(times)) if link.name == name else link
+            for link in links
+        )
+
     def factor(self, name: str) -> float:
         """How many times slower than first modelled the link counts as."""
         return self._corrections[name].factor
@@ -246,8 +254,3 @@ def _first_byte_s(disk: DiskProfile, direction: str) -> float:
     """Latency of a piece that does not wait for the others: the mean at the chosen depth counts all of them."""
     mean = disk.read_latency_s if direction == "read" else disk.write_latency_s
     return max(0.0, mean / disk.queue_depth)
-
-
-def slowest(links: Mapping[str, float]) -> str:
-    """The name with the largest time; "" without any."""
-    return max(links, key=lambda name: links[name], default="")

@@ -38,6 +38,7 @@ class SegmentSize:
     grad_itemsize: int
     bucket_itemsize: int = 0
     replicated: bool = True
+    persistent: bool = False  # the parameters are at home on the device tier, whatever else is wished
     block: bool = True  # False: outside the blocks; its gradient stays open through the whole backward pass
 
     @property
@@ -123,12 +124,14 @@ class _Planner:
     wishes: Wishes
     generations: int
     together: Sequence[Sequence[int]] = ()
+    state_first: int = 0
 
     # -- what an assignment needs --------------------------------------------------------------------------------
 
     def streamed(self, homes: Mapping[str, Home]) -> list[SegmentSize]:
         """Segments whose parameters are fetched for use."""
-        return [s for s in self.segments if homes[s.name].param not in self.wishes.in_place_tiers]
+        in_place = self.wishes.in_place_tiers
+        return [s for s in self.segments if homes[s.name].param not in in_place and not s.persistent]
 
     def fetched_sizes(self, homes: Mapping[str, Home]) -> dict[int, int]:
         """Bytes of each group's fetched parameters."""
@@ -269,7 +272,7 @@ class _Planner:
         sub_group = self.sub_group()
         staging = self.staging_bytes(sub_group)
         slow = Home(param=self.wishes.param_tiers[-1], state=self.wishes.state_tiers[-1])
-        homes = {s.name: slow for s in self.segments}
+        homes = self.all_at(slow)
         while not self.fits(homes, 1, staging) and sub_group > self.wishes.chunk_numel:
             sub_group -= self.wishes.chunk_numel
             staging = self.staging_bytes(sub_group)
@@ -278,25 +281,39 @@ class _Planner:
         # Everything up at once needs neither window nor update buffers, so it is tried before going one by one.
         fast = Home(param=self.wishes.param_tiers[0], state=self.wishes.state_tiers[0])
         for param in self.wishes.param_tiers:
-            everything = {name: replace(fast, param=param) for name in homes}
+            everything = self.all_at(replace(fast, param=param))
             if self.fits(everything, len(self.window_sizes(everything)), staging):
                 return self.placement(everything, sub_group, staging, ["everything fits on the fastest tiers allowed"])
         window = min(3, len(self.window_sizes(homes)))
         while window > 1 and not self.fits(homes, window, staging):
             window -= 1
+        for s in [s for s in self.segments if s.trained][: self.state_first]:
+            homes = self._raise_state(self._raise_param(homes, s, window, staging), s, window, staging)
         for param in self.wishes.param_tiers:
-            all_params = {name: replace(home, param=param) for name, home in homes.items()}
+            pinned = {s.name for s in self.segments if s.persistent}
+            all_params = {name: home if name in pinned else replace(home, param=param) for name, home in homes.items()}
             if self.fits(all_params, len(self.window_sizes(all_params)), staging):
                 homes = all_params
                 break
         for s in self.segments:
-            homes = self._raise(homes, s, window, staging, self.wishes.param_tiers, lambda h, t: replace(h, param=t))
+            homes = self._raise_param(homes, s, window, staging)
         for s in self.segments:
-            if s.trained and homes[s.name].param is not Tier.NVME:
-                homes = self._raise(
-                    homes, s, window, staging, self.wishes.state_tiers, lambda h, t: replace(h, state=t)
-                )
+            homes = self._raise_state(homes, s, window, staging)
         return self.placement(homes, sub_group, staging, [])
+
+    def all_at(self, home: Home) -> dict[str, Home]:
+        """The same home for everything, but for parameters that stay on the device tier."""
+        return {s.name: replace(home, param=Tier.DEVICE) if s.persistent else home for s in self.segments}
+
+    def _raise_param(self, homes: dict[str, Home], s: SegmentSize, window: int, staging: int) -> dict[str, Home]:
+        if s.persistent:
+            return homes
+        return self._raise(homes, s, window, staging, self.wishes.param_tiers, lambda h, t: replace(h, param=t))
+
+    def _raise_state(self, homes: dict[str, Home], s: SegmentSize, window: int, staging: int) -> dict[str, Home]:
+        if not s.trained or homes[s.name].param is Tier.NVME:
+            return homes
+        return self._raise(homes, s, window, staging, self.wishes.state_tiers, lambda h, t: replace(h, state=t))
 
     def _raise(
         self,
@@ -378,11 +395,18 @@ def place(
     *,
     generations: int = 2,
     together: Sequence[Sequence[int]] = (),
+    state_first: int = 0,
 ) -> Placement:
     """Choose every segment's home; raises PlacementError, with the sum, when the budgets cannot work.
 
-    ``together``: groups that are used at the same time, a module's with those of the modules around it.
+    ``together``: groups that are used at the same time, a module's with those of the modules around it. ``state_first``: so many
+    segments, from the front, get memory for their optimizer state before any other's parameters do.
     """
     return _Planner(
-        segments=segments, budgets=budgets, wishes=wishes, generations=generations, together=together
+        segments=segments,
+        budgets=budgets,
+        wishes=wishes,
+        generations=generations,
+        together=together,
+        state_first=state_first,
     ).search()
