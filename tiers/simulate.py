@@ -4,8 +4,7 @@ Event-driven. Two threads as in reality (training and update), a disk, the way t
 repeated so that the last one starts where the one before it ended.
 """
 
-from collections import deque
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from lamina.aio_native import Priority
@@ -14,13 +13,12 @@ from .bandwidth import DISK, TO_DEVICE, BandwidthModel, mixed_seconds
 from .event_queue import Channel, EventQueue, Process, Signal
 from .plan import Action, Verb
 from .scheduler import DeviceState, Scheduler
+from .simulated_update import PASSES, READ, SimulatedUpdater
 from .spans import Spans
-from .step_model import StepModel, SubGroup, UpdateModel
+from .step_model import StepModel, UpdateModel
 from .trace import Order, Upcoming
 
 COMPUTE = "compute"
-PASSES, ADAM = 0, 1
-READ, WRITE = 0, 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,7 +166,15 @@ class _Machine:
         self.current = -1
         self.totals = _Totals()
         self.result: Simulation | None = None
-        self.updater = _Updater(self)
+        self.updater = SimulatedUpdater(
+            queue=self.queue,
+            disk=self.disk,
+            disk_channel=self.disk_channel,
+            cores=self.cores,
+            spans=self.spans,
+            buffer_count=step.buffer_count,
+            computed=self._release_gradient,
+        )
         self.open_gradients = 0
         self._early: dict[int, list[UpdateModel]] = {}
         for update in step.updates:
@@ -246,6 +252,9 @@ class _Machine:
         self.totals.peak_gradients = max(self.totals.peak_gradients, self.open_gradients)
         self.totals.stall("gradient room", self.queue.now - asked)
         self.spans.add("stall", f"gradient room for {update.name}", asked, self.queue.now)
+
+    def _release_gradient(self, update: UpdateModel) -> None:
+        self.open_gradients -= update.gradient_bytes
 
     def _note_use(self, group: int, asked: float, seat: _Seat | None, began: float) -> None:
         if self.record:
@@ -378,146 +387,3 @@ class _Machine:
         both = totals.compute_s + updater.adam_s
         compute = both if self.step.shared_cores else max(totals.compute_s, updater.adam_s)
         return max(compute, mixed_seconds(fetch + read, write, gain), up), barrier
-
-
-@dataclass(kw_only=True, slots=True)
-class _Flight:
-    update: UpdateModel
-    part: SubGroup
-    is_last: bool
-    transfer: Signal
-
-
-class _Updater:
-    """The update thread: read sub-group k+1 | Adam on k | write k-1, as zero/update.py does it."""
-
-    def __init__(self, machine: _Machine) -> None:
-        self.machine = machine
-        self.open_jobs = 0
-        self._unwritten = 0
-        self._jobs: deque[UpdateModel] = deque()
-        self._parts: deque[tuple[UpdateModel, SubGroup, bool]] = deque()
-        self._free = machine.step.buffer_count
-        self._stopped = self._flushing = False
-        self._arrival = Signal()
-        self._progress = Signal()
-        self.begin_step()
-
-    def begin_step(self) -> None:
-        self.read_bytes = self.written_bytes = 0
-        self.adam_s = 0.0
-
-    # -- called by the training thread ---------------------------------------------------------------------------
-
-    def submit(self, update: UpdateModel) -> None:
-        self.open_jobs += 1
-        self._jobs.append(update)
-        self._wake()
-
-    def stop(self) -> None:
-        self._stopped = True
-        self._wake()
-
-    def next_job_done(self) -> Signal:
-        return self._progress
-
-    def drain(self) -> Process:
-        self._flushing = True
-        self._wake()
-        while self.open_jobs or self._unwritten:
-            yield self._progress
-
-    # -- the update thread -----------------------------------------------------------------------------------------
-
-    def run(self) -> Process:
-        reading: deque[_Flight] = deque()
-        writing: deque[_Flight] = deque()
-        while True:
-            while self._free or not (reading or writing):
-                yield from self._run_in_memory()
-                if self._parts:
-                    self._free -= 1
-                    reading.append(self._read(*self._parts.popleft()))
-                elif reading or (writing and self._flushing):
-                    break
-                elif self._stopped:
-                    return
-                else:
-                    self._arrival, self._flushing = Signal(), False
-                    yield self._arrival
-            if reading:
-                writing.append((yield from self._update(reading.popleft())))
-                while writing and writing[0].transfer.fired:
-                    self._written(writing.popleft())
-            elif writing:
-                yield writing[0].transfer
-                self._written(writing.popleft())
-
-    def _run_in_memory(self) -> Process:
-        """Take up the next jobs until one streams; those in memory are computed on the way."""
-        while not self._parts and self._jobs:
-            update = self._jobs.popleft()
-            if update.streams and update.sub_groups:
-                last = len(update.sub_groups) - 1
-                self._parts.extend((update, part, index == last) for index, part in enumerate(update.sub_groups))
-                self._unwritten += len(update.sub_groups)
-                continue
-            for part in update.sub_groups:
-                yield self._adam(update, part)
-            self._job_done(update)
-
-    def _read(self, update: UpdateModel, part: SubGroup, is_last: bool) -> _Flight:
-        machine = self.machine
-        self.read_bytes += part.read_bytes
-        if part.read_bytes and machine.disk is not None:
-            seconds, latency = machine.disk.read_s(part.read_bytes), machine.disk.read.latency_s
-            transfer = machine.disk_channel.serve(READ, seconds, priority=Priority.PREFETCH, latency_s=latency)
-        else:
-            transfer = _fired(machine.queue.now)
-        return _Flight(update=update, part=part, is_last=is_last, transfer=transfer)
-
-    def _update(self, flight: _Flight) -> Generator[Signal, None, _Flight]:
-        machine = self.machine
-        yield flight.transfer
-        began = machine.queue.now
-        yield self._adam(flight.update, flight.part)
-        machine.spans.add("update: Adam", flight.update.name, began, machine.queue.now)
-        self.written_bytes += flight.part.write_bytes
-        if flight.part.write_bytes and machine.disk is not None:
-            seconds, latency = machine.disk.write_s(flight.part.write_bytes), machine.disk.write.latency_s
-            written = machine.disk_channel.serve(WRITE, seconds, priority=Priority.WRITE_BACK, latency_s=latency)
-        else:
-            written = _fired(machine.queue.now)
-        if flight.is_last:
-            self._job_done(flight.update)
-        return _Flight(update=flight.update, part=flight.part, is_last=flight.is_last, transfer=written)
-
-    def _adam(self, update: UpdateModel, part: SubGroup) -> Signal:
-        del update
-        self.adam_s += part.adam_s
-        return self.machine.cores.serve(ADAM, part.adam_s)
-
-    def _job_done(self, update: UpdateModel) -> None:
-        self.machine.open_gradients -= update.gradient_bytes
-        self.open_jobs -= 1
-        self._notify()
-
-    def _written(self, flight: _Flight) -> None:
-        del flight
-        self._free += 1
-        self._unwritten -= 1
-        self._notify()
-
-    def _wake(self) -> None:
-        if not self._arrival.fired:
-            self._arrival.fire(self.machine.queue.now)
-
-    def _notify(self) -> None:
-        before, self._progress = self._progress, Signal()
-        before.fire(self.machine.queue.now)
-
-
-def _fired(now: float) -> Signal:
-    signal = Signal()
-    signal.fire(now)
-    return signal

@@ -1,0 +1,174 @@
+"""The update thread in simulated time: read sub-group k+1 | Adam on k | write k-1, by the rules of the real one."""
+
+from collections import deque
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+
+from lamina.aio_native import Priority
+
+from .bandwidth import Link
+from .event_queue import Channel, EventQueue, Process, Signal
+from .spans import Spans
+from .step_model import SubGroup, UpdateModel
+
+PASSES, ADAM = 0, 1
+"""Lanes of the cores."""
+READ, WRITE = 0, 1
+"""Lanes of a link."""
+
+
+@dataclass(kw_only=True, slots=True)
+class _Flight:
+    update: UpdateModel
+    part: SubGroup
+    is_last: bool
+    transfer: Signal
+
+
+class SimulatedUpdater:
+    """The update thread: read sub-group k+1 | Adam on k | write k-1, as zero/update.py does it."""
+
+    def __init__(
+        self,
+        *,
+        queue: EventQueue,
+        disk: Link | None,
+        disk_channel: Channel,
+        cores: Channel,
+        spans: Spans,
+        buffer_count: int,
+        computed: Callable[[UpdateModel], None],
+    ) -> None:
+        """``computed`` is called when a job has used its gradient. ``disk`` may be None where nothing streams."""
+        self.queue = queue
+        self.disk = disk
+        self.disk_channel = disk_channel
+        self.cores = cores
+        self.spans = spans
+        self._computed = computed
+        self.open_jobs = 0
+        self._unwritten = 0
+        self._jobs: deque[UpdateModel] = deque()
+        self._parts: deque[tuple[UpdateModel, SubGroup, bool]] = deque()
+        self._free = buffer_count
+        self._stopped = self._flushing = False
+        self._arrival = Signal()
+        self._progress = Signal()
+        self.begin_step()
+
+    def begin_step(self) -> None:
+        self.read_bytes = self.written_bytes = 0
+        self.adam_s = 0.0
+
+    # -- called by the training thread ---------------------------------------------------------------------------
+
+    def submit(self, update: UpdateModel) -> None:
+        self.open_jobs += 1
+        self._jobs.append(update)
+        self._wake()
+
+    def stop(self) -> None:
+        self._stopped = True
+        self._wake()
+
+    def next_job_done(self) -> Signal:
+        return self._progress
+
+    def drain(self) -> Process:
+        self._flushing = True
+        self._wake()
+        while self.open_jobs or self._unwritten:
+            yield self._progress
+
+    # -- the update thread -----------------------------------------------------------------------------------------
+
+    def run(self) -> Process:
+        reading: deque[_Flight] = deque()
+        writing: deque[_Flight] = deque()
+        while True:
+            while self._free or not (reading or writing):
+                yield from self._run_in_memory()
+                if self._parts:
+                    self._free -= 1
+                    reading.append(self._read(*self._parts.popleft()))
+                elif reading or (writing and self._flushing):
+                    break
+                elif self._stopped:
+                    return
+                else:
+                    self._arrival, self._flushing = Signal(), False
+                    yield self._arrival
+            if reading:
+                writing.append((yield from self._update(reading.popleft())))
+                while writing and writing[0].transfer.fired:
+                    writing.popleft()
+                    self._written()
+            elif writing:
+                yield writing[0].transfer
+                writing.popleft()
+                self._written()
+
+    def _run_in_memory(self) -> Process:
+        """Take up the next jobs until one streams; those in memory are computed on the way."""
+        while not self._parts and self._jobs:
+            update = self._jobs.popleft()
+            if update.streams and update.sub_groups:
+                last = len(update.sub_groups) - 1
+                self._parts.extend((update, part, index == last) for index, part in enumerate(update.sub_groups))
+                self._unwritten += len(update.sub_groups)
+                continue
+            for part in update.sub_groups:
+                yield self._adam(part)
+            self._job_done(update)
+
+    def _read(self, update: UpdateModel, part: SubGroup, is_last: bool) -> _Flight:
+        self.read_bytes += part.read_bytes
+        if part.read_bytes and self.disk is not None:
+            seconds, latency = self.disk.read_s(part.read_bytes), self.disk.read.latency_s
+            transfer = self.disk_channel.serve(READ, seconds, priority=Priority.PREFETCH, latency_s=latency)
+        else:
+            transfer = _fired(self.queue.now)
+        return _Flight(update=update, part=part, is_last=is_last, transfer=transfer)
+
+    def _update(self, flight: _Flight) -> Generator[Signal, None, _Flight]:
+        yield flight.transfer
+        began = self.queue.now
+        yield self._adam(flight.part)
+        self.spans.add("update: Adam", flight.update.name, began, self.queue.now)
+        self.written_bytes += flight.part.write_bytes
+        if flight.part.write_bytes and self.disk is not None:
+            seconds, latency = self.disk.write_s(flight.part.write_bytes), self.disk.write.latency_s
+            written = self.disk_channel.serve(WRITE, seconds, priority=Priority.WRITE_BACK, latency_s=latency)
+        else:
+            written = _fired(self.queue.now)
+        if flight.is_last:
+            self._job_done(flight.update)
+        return _Flight(update=flight.update, part=flight.part, is_last=flight.is_last, transfer=written)
+
+    def _adam(self, part: SubGroup) -> Signal:
+        self.adam_s += part.adam_s
+        return self.cores.serve(ADAM, part.adam_s)
+
+    def _job_done(self, update: UpdateModel) -> None:
+        self._computed(update)
+        self.open_jobs -= 1
+        self._notify()
+
+    def _written(self) -> None:
+        self._free += 1
+        self._unwritten -= 1
+        self._notify()
+
+    def _wake(self) -> None:
+        if not self._arrival.fired:
+            self._arrival.fire(self.queue.now)
+
+    def _notify(self) -> None:
+        before, self._progress = self._progress, Signal()
+        before.fire(self.queue.now)
+
+
+def _fired(now: float) -> Signal:
+    signal = Signal()
+    signal.fire(now)
+    return signal
