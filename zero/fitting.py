@@ -33,6 +33,7 @@ def fit_groups(module: nn.Module, options: ZeroOptions, ranks: Ranks) -> tuple[l
             stage=options.stage,
             ranks=ranks,
             device=options.accelerator,
+            persistence_threshold=options.persistence_threshold,
         )
         try:
             return groups, place(
@@ -62,6 +63,7 @@ def segment_size(segment: Segment, options: ZeroOptions, ranks: Ranks) -> Segmen
         grad_itemsize=gradient.itemsize if segment.trainable else 0,
         bucket_itemsize=segment.dtype.itemsize if ranks.world_size > 1 else 0,
         replicated=segment.replicated,
+        persistent=segment.persistent,
         block=segment.block,
     )
 

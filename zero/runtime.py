@@ -156,7 +156,7 @@ class ZeroRuntime:
 
     def _settle(self, segment: Segment, home: Home) -> None:
         segment.param_tier, segment.state_tier = home.param, home.state
-        segment.in_place = home.param in self.options.wishes.in_place_tiers
+        segment.in_place = segment.persistent or home.param in self.options.wishes.in_place_tiers
 
     def _arena(self, tier: Tier, budget: int | None, needed: int) -> Arena:
         nbytes = needed if budget is None else budget

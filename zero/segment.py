@@ -20,7 +20,8 @@ class Segment:
 
     ``flat`` is the tensor over the whole unsharded layout while it is in memory. ``home`` holds the parameters where their
     tier is memory: the whole layout when they are ``replicated``, else this rank's shard. ``in_place``: compute uses
-    ``home`` itself. ``state`` holds a block per plane where the optimizer state is in memory.
+    ``home`` itself. ``persistent``: compute always can, on every rank and stage. ``state`` holds a block per plane where
+    the optimizer state is in memory.
 
     With an accelerator the device tier is its memory, which the update on the CPU cannot reach. Parameters at home there
     are ``device_home``, and the update works on a copy: a plane of ``state``, or what it reads from NVMe.
@@ -40,6 +41,7 @@ class Segment:
     device: Accelerator | None = None
     in_place: bool = True
     replicated: bool = True
+    persistent: bool = False
     flat: torch.Tensor | None = None
     home: Block | None = None
     device_home: Block | None = None

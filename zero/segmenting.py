@@ -23,21 +23,37 @@ def make_groups(
     stage: int,
     ranks: Ranks,
     device: Accelerator | None,
+    persistence_threshold: int = 0,
 ) -> list[ParamGroup]:
-    """Raises TypeError, naming them, for parameters whose dtype cannot be trained."""
+    """Raises TypeError, naming them, for parameters whose dtype cannot be trained.
+
+    Parameters of up to ``persistence_threshold`` elements stay whole in memory, and so do those of integers, for whose
+    absence no placeholder can stand (there is no NaN among them).
+    """
     if trains:
         _refuse_unsupported(specs)
     groups = []
     for index, spec in enumerate(specs):
-        kinds: dict[tuple[torch.dtype, bool], list[tuple[str, nn.Parameter]]] = {}
+        kinds: dict[tuple[torch.dtype, bool, bool], list[tuple[str, nn.Parameter]]] = {}
         for name, parameter in spec.parameters:
             dtype = compute_dtype if compute_dtype and parameter.is_floating_point() else parameter.dtype
-            kinds.setdefault((dtype, parameter.requires_grad and trains), []).append((name, parameter))
+            has_nan = dtype.is_floating_point or dtype.is_complex
+            persistent = not has_nan or 0 < parameter.numel() <= persistence_threshold
+            kinds.setdefault((dtype, parameter.requires_grad and trains, persistent), []).append((name, parameter))
         segments = [
             _segment(
-                spec, index, dtype, trainable, members, alone=len(kinds) == 1, stage=stage, ranks=ranks, device=device
+                spec,
+                index,
+                dtype,
+                trainable,
+                members,
+                alone=len(kinds) == 1,
+                stage=stage,
+                ranks=ranks,
+                device=device,
+                persistent=persistent,
             )
-            for (dtype, trainable), members in kinds.items()
+            for (dtype, trainable, persistent), members in kinds.items()
         ]
         groups.append(ParamGroup(name=spec.name, index=index, segments=segments, ranks=ranks))
     return groups
@@ -54,8 +70,10 @@ def _segment(
     stage: int,
     ranks: Ranks,
     device: Accelerator | None,
+    persistent: bool,
 ) -> Segment:
-    kind = "" if alone else f" [{str(dtype).removeprefix('torch.')}{'' if trainable else ', frozen'}]"
+    traits = [str(dtype).removeprefix("torch."), *["frozen"] * (not trainable), *["persistent"] * persistent]
+    kind = "" if alone else f" [{', '.join(traits)}]"
     # Stage 0 shares nothing out: every rank keeps a layout of its own.
     world_size = 1 if stage == 0 else ranks.world_size
     return Segment(
@@ -68,7 +86,8 @@ def _segment(
         device=device,
         rank=0 if stage == 0 else ranks.rank,
         block=spec.name != ROOT,
-        replicated=stage < 3 or ranks.world_size == 1,
+        replicated=persistent or stage < 3 or ranks.world_size == 1,
+        persistent=persistent,
     )
 
 

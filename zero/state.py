@@ -5,6 +5,7 @@ forward runs, a saved tensor over a group's memory is packed as a reference (seg
 can be given up; unpacking fetches the group again. Everything else is saved as it is.
 """
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -36,7 +37,9 @@ class SavedParameter:
         state.saved[id(segment)] += 1
 
     def __del__(self) -> None:
-        self.state.saved[id(self.segment)] -= 1
+        state: ZeroState | None = getattr(self, "state", None)  # none when a tracer made it without a constructor
+        if state is not None:
+            state.saved[id(self.segment)] -= 1
 
 
 @dataclass(frozen=True)
@@ -95,12 +98,15 @@ class ZeroState:
         self._track_saved = watch_in_place or bool(self.streamed_group_of)
         self._take_gradient = take_gradient
         self._handles: list[RemovableHandle] = []
+        self._module = module
+        self._refuse_compiled()
         self._hook_modules(module)
         self._hook_gradients()
 
     @contextmanager
     def forward(self) -> Iterator[None]:
         """Around every forward (and the backward, where recomputation may run forward again)."""
+        self._refuse_compiled()
         with ExitStack() as stack:
             if self._track_saved:
                 stack.enter_context(saved_tensors_hooks(self._pack, self._unpack))
@@ -113,6 +119,18 @@ class ZeroState:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+
+    def _refuse_compiled(self) -> None:
+        """A compiler would trace the hooks, and its code would hold on to parameters that are to be given up."""
+        if not self.streamed_group_of or "torch._dynamo" not in sys.modules:
+            return
+        for name, part in self._module.named_modules():
+            if part._compiled_call_impl is not None or type(part).__name__ == "OptimizedModule":
+                raise TypeError(
+                    f"{name or 'the module'} is compiled, which is not supported where parameters are fetched for use "
+                    f"(stage 3 on several ranks, offloaded parameters). Leave torch.compile out, or keep the parameters in "
+                    f"memory: zero_optimization.stage 2 or less, offload_param.device none"
+                )
 
     # -- forward -----------------------------------------------------------------------------------------------------
 
@@ -175,6 +193,7 @@ class ZeroState:
         def take(parameter: torch.Tensor) -> None:
             gradient, parameter.grad = parameter.grad, None
             if gradient is not None and self._take_gradient is not None:
-                self._take_gradient(segment, index, gradient)
+                dense = gradient if gradient.layout is torch.strided else gradient.to_dense()
+                self._take_gradient(segment, index, dense)
 
         return take
