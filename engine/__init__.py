@@ -8,15 +8,27 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .building import initialize
+    from .checkpoint.loading import LoadReport
     from .config import ConfigError, EngineConfig
+    from .loss_scale import LossScaleError
     from .metrics import StepMetrics
     from .training import TrainingEngine
 
-__all__ = ["ConfigError", "EngineConfig", "StepMetrics", "TrainingEngine", "initialize"]
+__all__ = [
+    "ConfigError",
+    "EngineConfig",
+    "LoadReport",
+    "LossScaleError",
+    "StepMetrics",
+    "TrainingEngine",
+    "initialize",
+]
 
 _HOMES = {
     "ConfigError": ".config",
     "EngineConfig": ".config",
+    "LoadReport": ".checkpoint.loading",
+    "LossScaleError": ".loss_scale",
     "StepMetrics": ".metrics",
     "TrainingEngine": ".training",
     "initialize": ".building",

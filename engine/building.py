@@ -3,6 +3,7 @@
 import contextlib
 import os
 from collections.abc import Callable, Iterable, Mapping
+from datetime import timedelta
 from typing import Any, Literal
 
 import torch
@@ -43,6 +44,7 @@ def initialize(
     args: Any = None,
     config_params: Any = None,
     dist_init_required: bool | None = None,
+    timeout_s: float = 600.0,
     distributed_port: int | None = None,
     mpu: Any = None,
     mesh_param: Any = None,
@@ -61,7 +63,8 @@ def initialize(
     but refuse to drop one). All optimizer state must be on nvme.
     ``save_on_stop``: save a checkpoint there when SIGINT or SIGTERM ends training; ``handle_signals``: see
     [Note: stop signals]. ``trace``: keep spans for ``write_trace``.
-    ``dist_init_required``: None joins the ranks that torchrun started, if nobody has.
+    ``dist_init_required``: None joins the ranks that torchrun started, if nobody has. ``timeout_s``: how long a rank waits for
+    the others before that is an error.
 
     Raises ConfigError (all problems of the config at once), PlacementError (budgets that cannot work, with the sum),
     StoreError (folders), TypeError (parameters that cannot be trained). Nothing is left behind when it raises.
@@ -81,7 +84,8 @@ def initialize(
     with contextlib.ExitStack() as undo:
         monitors = open_monitors(settings, rank=rank)
         undo.callback(monitors.close)
-        ranks = Ranks.of_process(options.accelerator.device if options.accelerator is not None else None)
+        device = options.accelerator.device if options.accelerator is not None else None
+        ranks = Ranks.of_process(device, timedelta(seconds=timeout_s))
         runtime = ZeroRuntime(model, choice.params, options, ranks=ranks, spans=Spans(enabled=trace))
         undo.callback(runtime.close)
         guard_state_dict(model)

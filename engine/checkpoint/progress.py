@@ -31,11 +31,16 @@ def progress(engine: "TrainingEngine") -> dict[str, Any]:
         "in_window": window.in_window,
         "scaler": engine.scaler.state_dict(),
         "schedule": schedule.state_dict() if hasattr(schedule, "state_dict") else None,
-        "loader": loader.state_dict() if loader is not None else None,
+        "loader": {**loader.state_dict(), "stride": _stride(engine)} if loader is not None else None,
         "param_groups": _groups(engine) if optimizer is not None else [],
         "param_steps": _steps(engine) if optimizer is not None else {},
     }
     return {key: encode(value, f"{key} state") for key, value in state.items()}
+
+
+def _stride(engine: "TrainingEngine") -> int:
+    """Samples that all ranks take while one rank takes one micro-batch."""
+    return engine.config.train_micro_batch_size_per_gpu * engine.runtime.ranks.world_size
 
 
 def _names(engine: "TrainingEngine") -> dict[int, str]:
@@ -79,7 +84,11 @@ def restore_progress(
     if schedule and held["schedule"] is not None and hasattr(engine.lr_scheduler, "load_state_dict"):
         engine.lr_scheduler.load_state_dict(held["schedule"])
     if held["loader"] is not None and engine.training_dataloader is not None:
-        engine.training_dataloader.load_state_dict(held["loader"])
+        position = dict(held["loader"])
+        # With another number of ranks or size of micro-batches the same samples are another number of batches; where it
+        # is not whole, the samples of less than one batch are seen again.
+        position["batches"] = position["batches"] * position.pop("stride") // _stride(engine)
+        engine.training_dataloader.load_state_dict(position)
 
 
 def check_progress(engine: "TrainingEngine", state: Mapping[str, Any]) -> None:

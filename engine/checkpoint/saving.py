@@ -49,8 +49,13 @@ def save_checkpoint(
     held = encode(dict(client_state), "client_state")
     state = progress(engine)
     root = os.path.abspath(os.path.expanduser(os.fspath(save_dir)))
-    common = text_of_rank0(ranks, name)
-    if any_rank(ranks, common != name):
+    try:
+        common = text_of_rank0(ranks, name)
+        differs = any_rank(ranks, common != name)
+    except RuntimeError as error:
+        error.add_note("save_checkpoint is collective: every rank must call it, with the same tag")
+        raise
+    if differs:
         raise ValueError(f"ranks pass different tags: {name!r} here, {common!r} on rank 0. All must pass the same")
     partial = text_of_rank0(ranks, folder.begin(root, name) if ranks.rank == 0 else "")
     error: BaseException | None = None

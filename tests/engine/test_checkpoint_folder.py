@@ -213,6 +213,36 @@ def test_buffers_and_the_data_position_are_carried(tmp_path: Path) -> None:
         assert [engine.train_batch().item() for _ in range(9)] == straight[3:]
 
 
+def test_the_data_position_follows_another_micro_batch(tmp_path: Path) -> None:
+    """The same samples come next, whatever their number per batch."""
+
+    class Weight(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(1))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (self.weight * x).sum()
+
+    data = [torch.tensor(float(index)) for index in range(24)]
+
+    def fresh(micro: int) -> Any:
+        config = settings(train_micro_batch_size_per_gpu=micro)
+        return initialize(Weight(), config=config, training_data=data, seed=1)[0]
+
+    with fresh(2) as engine:
+        for _ in range(4):
+            engine.train_batch()
+        engine.save_checkpoint(tmp_path)
+        wanted = torch.cat(list(engine.training_dataloader))
+    with fresh(4) as engine:
+        engine.load_checkpoint(tmp_path)
+        rest = torch.cat(list(engine.training_dataloader))
+    everything = torch.cat(list(fresh(4).training_dataloader))
+    assert torch.equal(rest, everything[8:])
+    assert wanted.numel() == 24  # iterating anew starts the next epoch
+
+
 def test_pinned_state_is_linked_and_files_are_private(tmp_path: Path) -> None:
     with engine_for(tmp_path / "n") as engine:
         train(engine)
