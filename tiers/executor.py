@@ -19,6 +19,9 @@ from .scheduler import DeviceState, Scheduler
 from .spans import Spans
 from .trace import TraceCursor
 
+PATIENCE_S = 0.5
+"""How long memory of evicted groups is waited for before a demand is refused."""
+
 
 class Transfer(Protocol):
     """A fetch under way; owns what it fills until ``wait`` or ``drop`` returns."""
@@ -264,8 +267,18 @@ class Executor:
                 continue
             waiting = [i for i, seat in enumerate(self._seats) if seat.residency is Residency.FETCHING]
             if not waiting:
-                raise self._refusal(nbytes, owner)
+                return self._room_soon(nbytes, owner)
             self._drop(max(waiting, key=lambda group: (upcoming.next_use(group), group)))  # a prefetch came too early
+
+    def _room_soon(self, nbytes: int, owner: str) -> Block:
+        """Nothing is left to evict; but the update may still be copying from a group that was, for a few milliseconds."""
+        until = time.perf_counter() + PATIENCE_S
+        while time.perf_counter() < until:
+            time.sleep(PATIENCE_S / 1000)
+            block = self.arena.try_alloc(nbytes, owner)
+            if block is not None:
+                return block
+        raise self._refusal(nbytes, owner)
 
     def _refusal(self, nbytes: int, owner: str) -> BudgetError:
         in_use = [self.sources[i].name for i, seat in enumerate(self._seats) if seat.pins]

@@ -174,6 +174,7 @@ class _Machine:
             spans=self.spans,
             buffer_count=step.buffer_count,
             computed=self._release_gradient,
+            is_fetched=lambda group: (seat := self.seats.get(group)) is not None and seat.arrival.fired,
         )
         self.open_gradients = 0
         self._early: dict[int, list[UpdateModel]] = {}

@@ -38,14 +38,17 @@ class SimulatedUpdater:
         spans: Spans,
         buffer_count: int,
         computed: Callable[[UpdateModel], None],
+        is_fetched: Callable[[int], bool],
     ) -> None:
-        """``computed`` is called when a job has used its gradient. ``disk`` may be None where nothing streams."""
+        """``computed`` is called when a job has used its gradient, ``is_fetched`` tells whether a group's copy is there.
+        ``disk`` may be None where nothing streams."""
         self.queue = queue
         self.disk = disk
         self.disk_channel = disk_channel
         self.cores = cores
         self.spans = spans
         self._computed = computed
+        self._is_fetched = is_fetched
         self.open_jobs = 0
         self._unwritten = 0
         self._jobs: deque[UpdateModel] = deque()
@@ -122,9 +125,10 @@ class SimulatedUpdater:
             self._job_done(update)
 
     def _read(self, update: UpdateModel, part: SubGroup, is_last: bool) -> _Flight:
-        self.read_bytes += part.read_bytes
-        if part.read_bytes and self.disk is not None:
-            seconds, latency = self.disk.read_s(part.read_bytes), self.disk.read.latency_s
+        read_bytes = part.read_bytes - (part.param_bytes if self._is_fetched(update.group) else 0)
+        self.read_bytes += read_bytes
+        if read_bytes and self.disk is not None:
+            seconds, latency = self.disk.read_s(read_bytes), self.disk.read.latency_s
             transfer = self.disk_channel.serve(READ, seconds, priority=Priority.PREFETCH, latency_s=latency)
         else:
             transfer = _fired(self.queue.now)

@@ -31,20 +31,29 @@ class GroupModel:
 
 @dataclass(frozen=True, kw_only=True)
 class SubGroup:
-    """One turn of the update pipeline: bytes from and to NVMe, and seconds of Adam on cores of its own."""
+    """One turn of the update pipeline: bytes from and to NVMe, and seconds of Adam on cores of its own.
+
+    ``param_bytes`` of those read are parameters, which are not read while their group is fetched.
+    """
 
     read_bytes: int = 0
+    param_bytes: int = 0
     write_bytes: int = 0
     adam_s: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateModel:
-    """One segment's update. ``after``: the access whose compute ends with the gradient final; None: only the step's end
-    starts it. ``streams``: it goes through update buffers. ``gradient_bytes`` are taken while its gradient is open."""
+    """One segment's update.
+
+    ``after``: the access whose compute ends with the gradient final; None: only the step's end starts it. ``streams``: it
+    goes through update buffers. ``group``: whose parameters it updates, -1 when that does not matter. ``gradient_bytes`` are
+    taken while its gradient is open.
+    """
 
     name: str
     sub_groups: tuple[SubGroup, ...]
+    group: int = -1
     after: int | None = None
     streams: bool = True
     gradient_bytes: int = 0
@@ -166,6 +175,7 @@ def model_step(
             UpdateModel(
                 name=segment.name,
                 sub_groups=_sub_groups(segment, home, placement.sub_group_numel, times.adam_elements_per_s),
+                group=-1 if separate_device else segment.group,
                 after=after,
                 streams=Tier.NVME in (home.state, home.param),
                 gradient_bytes=0 if retain_gradients else _page(segment.shard_numel * segment.grad_itemsize),
@@ -227,16 +237,17 @@ def _sub_groups(segment: SegmentSize, home: Home, numel: int, adam_rate: float) 
     if home.state is Tier.NVME:
         param_follows = len(segment.state_itemsizes) == 3 and segment.state_itemsizes[0] == MASTER_ITEMSIZE
         cached = home.param is not Tier.NVME or param_follows
-        read, write = state + (0 if cached else segment.param_itemsize), state + segment.param_itemsize
+        param = 0 if cached else segment.param_itemsize
+        read, write = state + param, state + segment.param_itemsize
     elif home.param is Tier.NVME:
-        read = write = segment.param_itemsize
+        param = read = write = segment.param_itemsize
     else:
-        read = write = 0
+        param = read = write = 0
     if not read and not write:
         return (SubGroup(adam_s=segment.shard_numel / adam_rate),)
     cuts = [*range(0, segment.shard_numel, max(numel, 1)), segment.shard_numel]
     return tuple(
-        SubGroup(read_bytes=size * read, write_bytes=size * write, adam_s=size / adam_rate)
+        SubGroup(read_bytes=size * read, param_bytes=size * param, write_bytes=size * write, adam_s=size / adam_rate)
         for size in (end - begin for begin, end in pairwise(cuts))
     )
 

@@ -23,6 +23,7 @@ from .partition import round_up
 from .segment import Segment
 
 STAGING_ALIGN = 4096
+COPY_NUMEL = 1 << 14  # below what torch would share out to threads: they belong to the passes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,12 +63,13 @@ class _Chunk:
 
 @dataclass(kw_only=True)
 class UpdateCounters:
-    """Seconds the update thread waited for reads and writes, and computed."""
+    """Seconds the update thread waited for reads and writes, and computed; parameter bytes that it need not read."""
 
     read_stall_s: float = 0.0
     write_stall_s: float = 0.0
     adam_s: float = 0.0
     parameters: int = 0
+    cached_bytes: int = 0
 
 
 @dataclass(kw_only=True)
@@ -239,6 +241,10 @@ class Updater:
             if self.store is not None and not _is_only_written(spec.plane, job):
                 view = staging.view[offset : offset + nbytes]
                 where = chunk.begin * spec.itemsize
+                if spec.plane is Plane.PARAM and not job.from_store and _copy_fetched(chunk, view):
+                    self.counters.cached_bytes += nbytes
+                    offset += round_up(nbytes, STAGING_ALIGN)
+                    continue
                 handles.append(
                     self.store.read(job.segment.name, spec.plane, view, offset=where, priority=Priority.PREFETCH)
                 )
@@ -385,6 +391,23 @@ class Updater:
             self._unwritten = 0
             self._open_jobs = self._queued_jobs
             self._state.notify_all()
+
+
+def _copy_fetched(chunk: _Chunk, into: memoryview) -> bool:
+    """Take the chunk's parameters from the group's fetched copy, where there is one; False where there is none.
+
+    The copy holds the current generation as the store does, until the step's end. It may be evicted at any moment: the
+    tensor taken here keeps its memory from being reused until the values are out.
+    """
+    segment = chunk.job.segment
+    flat = segment.flat
+    if flat is None or segment.device is not None or segment.in_place:
+        return False
+    values = segment.shard_of(flat)[chunk.begin : chunk.end]
+    target = torch.frombuffer(into, dtype=segment.dtype)
+    for begin in range(0, chunk.end - chunk.begin, COPY_NUMEL):
+        target[begin : begin + COPY_NUMEL].copy_(values[begin : begin + COPY_NUMEL])
+    return True
 
 
 def _settle(*flights: deque[_InFlight]) -> None:

@@ -143,6 +143,18 @@ def test_a_demanded_group_overtakes_the_update_s_reads() -> None:
     assert simulate(step, links()).stalled_s[DISK] == pytest.approx(1.0)
 
 
+def test_an_update_does_not_read_parameters_that_are_fetched() -> None:
+    groups, accesses = there_and_back(10.0, [1, 1])
+    part = SubGroup(read_bytes=6 * MIB, param_bytes=MIB, write_bytes=6 * MIB)
+    updates = tuple(UpdateModel(name=f"u{group}", sub_groups=(part,), group=group) for group in (0, 1))
+    narrow = StepModel(groups=groups, accesses=accesses, updates=updates, window_bytes=MIB)
+    wide = StepModel(groups=groups, accesses=accesses, updates=updates, window_bytes=2 * MIB)
+    assert simulate(narrow, links()).read_bytes == (3 + 5 + 6) * MIB, (
+        "only group 0 is there when the backward pass ends"
+    )
+    assert simulate(wide, links()).read_bytes == (2 + 5 + 5) * MIB
+
+
 def test_what_goes_on_to_a_device_takes_both_ways_in_turn() -> None:
     group = GroupModel(name="far", window_bytes=4 * MIB, read_bytes=4 * MIB, up_bytes=4 * MIB)
     step = StepModel(groups=(group,), accesses=(Access(group=0, compute_s=1.0),), window_bytes=4 * MIB)
@@ -173,6 +185,7 @@ def steps(draw: st.DrawFn) -> StepModel:
     for index in draw(st.lists(st.integers(0, len(accesses) - 1), max_size=5)):
         part = SubGroup(
             read_bytes=draw(st.integers(0, 3)) * MIB,
+            param_bytes=0,
             write_bytes=draw(st.integers(0, 3)) * MIB,
             adam_s=draw(st.floats(0.0, 2.0)),
         )

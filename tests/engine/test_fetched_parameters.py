@@ -1,0 +1,44 @@
+"""An update takes parameters from a group's fetched copy instead of reading them again: fewer bytes, the same numbers."""
+
+from pathlib import Path
+
+from small_model import batch, build, differences, on_nvme, settings, train_with_engine
+
+from lamina.engine import initialize
+
+
+def read_bytes(folder: Path, *, device_bytes: int | None) -> int:
+    """Bytes read from NVMe by the third step, updated after the backward pass."""
+    more = {} if device_bytes is None else {"device_bytes": device_bytes}
+
+    model = build(width=64, hidden=256, blocks=4, tied=False)
+    config = settings(bf16={"enabled": True}, gradient_clipping=1.0, **on_nvme(folder, **more))
+    engine, _, _, _ = initialize(model, config=config)
+    with engine:
+        for index in range(3):
+            engine.backward(engine(*batch(index)))
+            engine.step()
+        assert engine.metrics().link_bytes["host->nvme"] > 0
+        return engine.metrics().link_bytes["nvme->host"]
+
+
+def test_a_window_that_holds_everything_reads_each_parameter_once_and_never_for_the_update(tmp_path: Path) -> None:
+    stored = sum(parameter.numel() for parameter in build(tied=False).parameters())
+    # Fetched once (2 bytes each), then remainder and both moments (10): 12 instead of 14, and padding to pages.
+    wide = read_bytes(tmp_path / "wide", device_bytes=None)
+    assert 12 * stored <= wide < 13 * stored
+    narrow = read_bytes(tmp_path / "narrow", device_bytes=140_000)
+    assert narrow > 14 * stored, (
+        "one group at a time is fetched for both passes, and most are gone when they are updated"
+    )
+
+
+def test_the_numbers_do_not_depend_on_where_the_parameters_are_taken_from(tmp_path: Path) -> None:
+    common = {"bf16": {"enabled": True}, "gradient_clipping": 0.05}
+    wide = train_with_engine(settings(**common, **on_nvme(tmp_path)), tied=False)
+    narrow = train_with_engine(
+        settings(**common, **on_nvme(tmp_path, device_bytes=140_000, host_bytes=3_000_000)), tied=False
+    )
+    in_memory = train_with_engine(settings(**common), tied=False)
+    assert list(differences(wide, narrow)) == []
+    assert list(differences(wide, in_memory)) == []
