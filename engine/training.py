@@ -1,5 +1,6 @@
 """The training engine: forward, backward, step, and what they cost."""
 
+import atexit
 import os
 import time
 import weakref
@@ -14,26 +15,24 @@ from lamina.tiers import DiskSpeed, Tier
 from lamina.zero import ClientOptimizer, TieredAdam, ZeroRuntime
 from lamina.zero.checkpoint_target import refresh_homes
 
-from .checkpoint.loading import LoadReport, load_checkpoint
+from .checkpoint.loading import LoadReport
 from .checkpoint.progress import generation_meta
-from .checkpoint.saving import save_checkpoint
 from .config import EngineConfig
 from .data import ResumableLoader
-from .export import save_pretrained
 from .face import EngineFace, cast_floating, loss_of
 from .loss_scale import LossScaleError, LossScaler
 from .meter import StepFacts, StepMeter
 from .metrics import StepMetrics
 from .monitors import Monitors
+from .persistence import EnginePersistence
 from .plan_text import TrainingPlan
-from .pretrained import load_pretrained
 from .progress_lines import progress_lines
 from .schedule_step import advance_schedule
 from .shutdown import StopSignals
 from .window import AccumulationWindow
 
 
-class TrainingEngine(EngineFace):
+class TrainingEngine(EnginePersistence, EngineFace):
     """Trains one module whose state lies on several tiers. Made by ``initialize``; also a context manager.
 
     ``engine(batch)`` is the forward pass of one micro-batch, ``backward(loss)`` its backward pass and ``step()`` acts
@@ -78,6 +77,7 @@ class TrainingEngine(EngineFace):
         self._busy = False
         if self.optimizer is not None and config.tiers.keep_state:
             self.optimizer.generation_meta = lambda: generation_meta(self)
+        atexit.register(self.close)  # a script that ends without close() leaves nothing behind either
         self._signals: StopSignals | None = None
         if handle_signals:
             me = weakref.ref(self)
@@ -363,6 +363,17 @@ class TrainingEngine(EngineFace):
         return self.global_steps * self.config.train_batch_size
 
     @property
+    def device(self) -> torch.device:
+        """Where compute runs, and inputs belong."""
+        accelerator = self.runtime.options.accelerator
+        return accelerator.device if accelerator is not None else torch.device("cpu")
+
+    @property
+    def local_rank(self) -> int:
+        """This rank's number on its machine, as torchrun tells it."""
+        return int(os.environ.get("LOCAL_RANK", "0"))
+
+    @property
     def global_rank(self) -> int:
         return self.runtime.ranks.rank
 
@@ -408,83 +419,6 @@ class TrainingEngine(EngineFace):
         """Write the Chrome trace (Perfetto) of what ran since tracing was switched on; see ``initialize(trace=True)``."""
         self.runtime.spans.write(path)
 
-    # -- checkpoints -----------------------------------------------------------------------------------------------------
-
-    def save_checkpoint(
-        self,
-        save_dir: str | os.PathLike[str],
-        tag: str | int | None = None,
-        client_state: Mapping[str, Any] | None = None,
-        save_latest: bool = True,
-        *,
-        keep_last: int | None = None,
-    ) -> str:
-        """Save everything that training needs to go on, atomically; returns the checkpoint's folder. Collective.
-
-        See lamina.engine.checkpoint.saving.save_checkpoint.
-        """
-        self._refuse_unusable("save_checkpoint")
-        return save_checkpoint(
-            self, save_dir, tag=tag, client_state=client_state or {}, save_latest=save_latest, keep_last=keep_last
-        )
-
-    def load_checkpoint(
-        self,
-        load_dir: str | os.PathLike[str],
-        tag: str | int | None = None,
-        load_module_strict: bool = True,
-        load_optimizer_states: bool = True,
-        load_lr_scheduler_states: bool = True,
-        load_module_only: bool = False,
-        *,
-        strict: bool | None = None,
-    ) -> tuple[str | None, dict[str, Any]]:
-        """Go on from a checkpoint, whatever placement it was saved with: (its folder, the client state). Collective.
-
-        (None, {}) when no tag is given and the folder has no ``latest``. See lamina.engine.checkpoint.loading.
-        """
-        self._refuse_closed("load_checkpoint")
-        found = load_checkpoint(
-            self,
-            load_dir,
-            tag=tag,
-            strict=load_module_strict if strict is None else strict,
-            optimizer=load_optimizer_states and not load_module_only,
-            schedule=load_lr_scheduler_states and not load_module_only,
-            module_only=load_module_only,
-        )
-        if found[0] is not None:
-            self._broken = ""
-            self._batches = None
-        return found
-
-    def save_pretrained(
-        self,
-        save_dir: str | os.PathLike[str],
-        *,
-        dtype: torch.dtype | None = None,
-        max_shard_size: int | str = "5GB",
-    ) -> str:
-        """Whole weights as safetensors, for transformers and anybody else. Collective. See lamina.engine.export."""
-        self._refuse_unusable("save_pretrained")
-        return save_pretrained(self.module, self.runtime, save_dir, dtype=dtype, max_shard_size=max_shard_size)
-
-    def save_16bit_model(self, save_dir: str | os.PathLike[str], save_filename: str | None = None) -> bool:
-        """DeepSpeed's name for ``save_pretrained`` in the compute dtype; always whole weights, always safetensors."""
-        if save_filename is not None and not str(save_filename).endswith(".safetensors"):
-            raise ValueError(
-                f"save_filename is {save_filename!r}: weights are written as safetensors, name.safetensors"
-            )
-        self._refuse_unusable("save_16bit_model")
-        save_pretrained(self.module, self.runtime, save_dir, max_shard_size=2**63 - 1, filename=save_filename)
-        return True
-
-    def load_pretrained(self, load_dir: str | os.PathLike[str], *, strict: bool = True) -> LoadReport:
-        """Take weights from safetensors, parameter by parameter; moments and counts stay. See lamina.engine.pretrained."""
-        self._refuse_unusable("load_pretrained")
-        self.load_report = load_pretrained(self.module, self.runtime, load_dir, strict=strict, step=self.global_steps)
-        return self.load_report
-
     # -- end -----------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
@@ -492,6 +426,7 @@ class TrainingEngine(EngineFace):
         afterwards. Harmless when repeated."""
         if not self._closed:
             self._closed = True
+            atexit.unregister(self.close)
             if self._signals is not None:
                 self._signals.restore()
             self._monitors.close()

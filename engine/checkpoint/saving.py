@@ -52,8 +52,8 @@ def save_checkpoint(
     try:
         common = text_of_rank0(ranks, name)
         differs = any_rank(ranks, common != name)
-    except RuntimeError as error:
-        error.add_note("save_checkpoint is collective: every rank must call it, with the same tag")
+    except RuntimeError as late:
+        late.add_note("save_checkpoint is collective: every rank must call it, with the same tag")
         raise
     if differs:
         raise ValueError(f"ranks pass different tags: {name!r} here, {common!r} on rank 0. All must pass the same")

@@ -238,7 +238,8 @@ def test_the_data_position_follows_another_micro_batch(tmp_path: Path) -> None:
     with fresh(4) as engine:
         engine.load_checkpoint(tmp_path)
         rest = torch.cat(list(engine.training_dataloader))
-    everything = torch.cat(list(fresh(4).training_dataloader))
+    with fresh(4) as engine:
+        everything = torch.cat(list(engine.training_dataloader))
     assert torch.equal(rest, everything[8:])
     assert wanted.numel() == 24  # iterating anew starts the next epoch
 

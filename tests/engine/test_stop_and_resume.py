@@ -206,3 +206,21 @@ def test_a_failed_step_with_state_on_nvme_can_be_done_again(tmp_path: Path, monk
             engine(*batch(0))
         engine.load_checkpoint(tmp_path / "c")
         assert engine(*batch(0)).item() == losses[0]
+
+
+@pytest.mark.parametrize("ending", ["", "raise ValueError('mine')", "sys.exit(3)"])
+def test_a_script_that_never_closes_leaves_nothing_behind(ending: str, tmp_path: Path) -> None:
+    script = f"""
+import sys
+from small_model import batch, build, on_nvme, settings
+from lamina.engine import initialize
+engine = initialize(build(width=16, hidden=32, blocks=2), config=settings(**on_nvme({str(tmp_path)!r})))[0]
+engine.backward(engine(*batch(0)))
+engine.step()
+{ending}
+"""
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(SCRIPT.parent), *sys.path])}
+    run = subprocess.run([sys.executable, "-c", script], env=env, check=False, capture_output=True, text=True)
+    assert run.returncode == {"": 0, "sys.exit(3)": 3}.get(ending, 1), run.stderr
+    assert ("mine" in run.stderr) == ("mine" in ending)
+    assert list(tmp_path.iterdir()) == []

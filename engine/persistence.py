@@ -1,0 +1,119 @@
+"""What an engine writes and reads: checkpoints to go on from, and whole weights for others."""
+
+import os
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import nn
+
+from lamina.zero import ZeroRuntime
+
+from .checkpoint.loading import LoadReport, load_checkpoint
+from .checkpoint.saving import save_checkpoint
+from .export import save_pretrained
+from .pretrained import load_pretrained
+
+if TYPE_CHECKING:
+    from .training import TrainingEngine
+
+
+class EnginePersistence:
+    """Base of the engine: everything that outlives it."""
+
+    module: nn.Module
+    runtime: ZeroRuntime
+    global_steps: int
+    load_report: LoadReport | None
+    _broken: str
+    _batches: Iterator[Any] | None
+
+    def _refuse_closed(self, what: str) -> None:
+        raise NotImplementedError
+
+    def _refuse_unusable(self, what: str) -> None:
+        raise NotImplementedError
+
+    @property
+    def _engine(self) -> "TrainingEngine":
+        return cast("TrainingEngine", self)
+
+    def save_checkpoint(
+        self,
+        save_dir: str | os.PathLike[str],
+        tag: str | int | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        *,
+        keep_last: int | None = None,
+    ) -> str:
+        """Save everything that training needs to go on, atomically; returns the checkpoint's folder. Collective.
+
+        See lamina.engine.checkpoint.saving.save_checkpoint.
+        """
+        self._refuse_unusable("save_checkpoint")
+        return save_checkpoint(
+            self._engine,
+            save_dir,
+            tag=tag,
+            client_state=client_state or {},
+            save_latest=save_latest,
+            keep_last=keep_last,
+        )
+
+    def load_checkpoint(
+        self,
+        load_dir: str | os.PathLike[str],
+        tag: str | int | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        *,
+        strict: bool | None = None,
+    ) -> tuple[str | None, dict[str, Any]]:
+        """Go on from a checkpoint, whatever placement it was saved with: (its folder, the client state). Collective.
+
+        (None, {}) when no tag is given and the folder has no ``latest``. See lamina.engine.checkpoint.loading.
+        """
+        self._refuse_closed("load_checkpoint")
+        found = load_checkpoint(
+            self._engine,
+            load_dir,
+            tag=tag,
+            strict=load_module_strict if strict is None else strict,
+            optimizer=load_optimizer_states and not load_module_only,
+            schedule=load_lr_scheduler_states and not load_module_only,
+            module_only=load_module_only,
+        )
+        if found[0] is not None:
+            self._broken = ""
+            self._batches = None
+        return found
+
+    def save_pretrained(
+        self,
+        save_dir: str | os.PathLike[str],
+        *,
+        dtype: torch.dtype | None = None,
+        max_shard_size: int | str = "5GB",
+    ) -> str:
+        """Whole weights as safetensors, for transformers and anybody else. Collective. See lamina.engine.export."""
+        self._refuse_unusable("save_pretrained")
+        return save_pretrained(self.module, self.runtime, save_dir, dtype=dtype, max_shard_size=max_shard_size)
+
+    def save_16bit_model(self, save_dir: str | os.PathLike[str], save_filename: str | None = None) -> bool:
+        """DeepSpeed's name for ``save_pretrained`` in the compute dtype; always whole weights, always safetensors."""
+        if save_filename is not None and not str(save_filename).endswith(".safetensors"):
+            raise ValueError(
+                f"save_filename is {save_filename!r}: weights are written as safetensors, name.safetensors"
+            )
+        self._refuse_unusable("save_16bit_model")
+        save_pretrained(self.module, self.runtime, save_dir, max_shard_size=2**63 - 1, filename=save_filename)
+        return True
+
+    def load_pretrained(self, load_dir: str | os.PathLike[str], *, strict: bool = True) -> LoadReport:
+        """Take weights from safetensors, parameter by parameter; moments and counts stay. See lamina.engine.pretrained."""
+        self._refuse_unusable("load_pretrained")
+        self.load_report = load_pretrained(self.module, self.runtime, load_dir, strict=strict, step=self.global_steps)
+        return self.load_report
