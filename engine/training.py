@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lamina.tiers import DiskSpeed, Tier
+from lamina.tiers import DiskSpeed
 from lamina.zero import ClientOptimizer, TieredAdam, ZeroRuntime
 from lamina.zero.checkpoint_target import refresh_homes
 
@@ -191,16 +191,21 @@ class TrainingEngine(EnginePersistence, EngineFace):
             )
         except BaseException:
             self.window.forget()
-            self._after_failure()
+            self.recover("a step")
             raise
         if not optimizer.outcome.skipped:
             self.runtime.finish_step()
 
-    def _after_failure(self) -> None:
-        """A step was cut. On NVMe the old state still counts; what memory holds may be half updated."""
-        halves = [s.name for s in self.runtime.segments if s.trainable and s.state_tier is not Tier.NVME]
-        if halves or self.runtime.ranks.world_size > 1:
-            self._broken = "a step failed while state in memory was being updated: load a checkpoint to go on"
+    def recover(self, what: str, *, frozen_too: bool = False) -> None:
+        """After ``what`` was cut: on NVMe the old state still counts, and what memory caches of it is read again. State that
+        only memory has may be half changed: the engine then refuses to go on until a checkpoint is loaded."""
+        at_risk = any(
+            len(segment.stored_planes) < len(segment.planes)
+            for segment in self.runtime.segments
+            if segment.trainable or frozen_too
+        )
+        if at_risk or self.runtime.ranks.world_size > 1:
+            self._broken = f"{what} was cut while state in memory was being changed: load a checkpoint to go on"
         else:
             refresh_homes(self.runtime)
 

@@ -121,14 +121,18 @@ def load_rank(
             said = [f"not in the checkpoint: {', '.join(missing)}"] if missing else []
             said += [f"not in the model: {', '.join(unexpected)}"] if unexpected else []
             raise KeyError(f"{'; '.join(said)} (strict=False loads the rest)")
+        client = runtime.optimizer if moments and isinstance(runtime.optimizer, ClientOptimizer) else None
+        own_part = min(runtime.ranks.rank, len(records) - 1)
+        if client is not None:
+            client.check_state({(t.parameter, t.key): torch.Size(t.shape).numel() for t in records[own_part].client})
         part = _same_part(runtime, source)
         if part is not None and moments:
             _take_over(runtime, part, io)
         else:
             StateWriter(runtime, source, moments=moments).write(step=step, meta=meta)
         _load_gradients(runtime, source if gradients else None)
-        if moments and isinstance(runtime.optimizer, ClientOptimizer):
-            _load_client(runtime.optimizer, source, min(runtime.ranks.rank, len(records) - 1), client_values or {})
+        if client is not None:
+            _load_client(client, source, own_part, client_values or {})
     return LoadedState(missing=tuple(missing), unexpected=tuple(unexpected), as_saved=part is not None and moments)
 
 

@@ -203,17 +203,20 @@ class ClientOptimizer:
             for master in self._masters
         }
 
+    def check_state(self, lengths: Mapping[tuple[str, str], int]) -> None:
+        """Raise ValueError for tensors, by parameter and key, that cannot be those of a master of this rank."""
+        masters = {master.name: master for master in self._masters}
+        for (name, key), numel in lengths.items():
+            if name in masters and numel != 1 and numel not in _fitting(masters[name]):
+                raise ValueError(
+                    f"{key} of {name} has {numel} elements in the checkpoint: a client's optimizer resumes at the world size "
+                    f"and stage it was saved at. Load with load_optimizer_states=False to start it anew"
+                )
+
     def load_state(
         self, tensors: Mapping[tuple[str, str], torch.Tensor], values: Mapping[str, Mapping[str, Any]]
     ) -> None:
-        """Replace the state. Raises ValueError, before anything is changed, for tensors of other shapes."""
-        for master in self._masters:
-            for (name, key), tensor in tensors.items():
-                if name == master.name and tensor.numel() != 1 and tensor.numel() not in _fitting(master):
-                    raise ValueError(
-                        f"{key} of {name} has {tensor.numel()} elements in the checkpoint: a client's optimizer resumes at "
-                        f"the world size and stage it was saved at. Load with load_optimizer_states=False to start it anew"
-                    )
+        """Replace the state."""
         for master in self._masters:
             state: dict[str, Any] = dict(values.get(master.name, {}))
             state |= {key: tensor.clone() for (name, key), tensor in tensors.items() if name == master.name}

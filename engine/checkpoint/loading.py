@@ -85,17 +85,24 @@ def load_checkpoint(
         )
     engine.zero_grad()
     steps = int(state["global_steps"])
-    loaded = load_rank(
-        engine.runtime,
-        read.folders,
-        read.records,
-        step=steps,
-        meta=loaded_meta(state, read.parts[min(engine.runtime.ranks.rank, len(read.parts) - 1)]["random"]),
-        strict=strict,
-        moments=optimizer,
-        gradients=not module_only,
-        client_values=decode(read.parts[min(engine.runtime.ranks.rank, len(read.parts) - 1)]["client_values"]),
-    )
+    part = read.parts[min(engine.runtime.ranks.rank, len(read.parts) - 1)]
+    try:
+        loaded = load_rank(
+            engine.runtime,
+            read.folders,
+            read.records,
+            step=steps,
+            meta=loaded_meta(state, part["random"]),
+            strict=strict,
+            moments=optimizer,
+            gradients=not module_only,
+            client_values=decode(part["client_values"]),
+        )
+    except (KeyError, ValueError):
+        raise  # found before anything was changed
+    except BaseException:
+        engine.recover("a load", frozen_too=True)
+        raise
     _load_buffers(engine.module, buffers)
     if not module_only:
         restore_progress(engine, state, optimizer=optimizer, schedule=schedule)

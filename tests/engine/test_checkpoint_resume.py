@@ -10,6 +10,7 @@ import torch
 from small_model import batch, build, differences, on_nvme, settings
 
 from lamina.engine import initialize
+from lamina.tiers.gpu import Accelerator
 from lamina.zero import get_full
 
 SMALL = {"width": 32, "hidden": 64, "blocks": 3}
@@ -184,3 +185,45 @@ def test_without_latest_nothing_is_loaded_and_a_missing_tag_is_named(tmp_path: P
         engine.save_checkpoint(tmp_path, tag="one")
         with pytest.raises(FileNotFoundError, match=r"two holds no complete checkpoint; in .* there are: one"):
             engine.load_checkpoint(tmp_path, tag="two")
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("placement", ["memory", "nvme", "parameters in memory", "state on the host"])
+def test_with_device_memory_apart_from_the_hosts(
+    placement: str, precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An accelerator's memory, played by ordinary memory: into it, within it and out of it again."""
+    common: dict[str, Any] = {} if precision == "fp32" else {precision: {"enabled": True}}
+    if precision == "fp16":
+        common["fp16"]["initial_scale_power"] = 10
+    reference = straight(config_for("memory", tmp_path / "n", **common), 6)
+    with initialize(build(**SMALL), config=config_for(placement, tmp_path / "x", **common))[0] as engine:
+        losses = steps(engine, 0, 2)
+        engine.save_checkpoint(tmp_path / "c")
+    with monkeypatch.context() as patched:
+        patched.setattr("lamina.engine.zero_options._accelerator", lambda: Accelerator(torch.device("cpu")))
+        for first in (2, 3):
+            with initialize(build(**SMALL), config=config_for(placement, tmp_path / "y", **common))[0] as engine:
+                assert engine.runtime.options.accelerator is not None
+                engine.load_checkpoint(tmp_path / "c")
+                losses += steps(engine, first, first + 1)
+                engine.save_checkpoint(tmp_path / "c")
+    with initialize(build(**SMALL), config=config_for(placement, tmp_path / "z", **common))[0] as engine:
+        engine.load_checkpoint(tmp_path / "c")
+        losses += steps(engine, 4, 6)
+        assert list(differences((losses, state_of(engine)), reference)) == []
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_clients_optimizer_with_device_memory_apart(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    common: dict[str, Any] = {} if precision == "fp32" else {precision: {"enabled": True}}
+    config = settings(optimizer={"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}, **common)
+    found = []
+    for apart in (False, True):
+        with monkeypatch.context() as patched:
+            if apart:
+                patched.setattr("lamina.engine.zero_options._accelerator", lambda: Accelerator(torch.device("cpu")))
+            with initialize(build(**SMALL), config=config)[0] as engine:
+                losses = steps(engine, 0, 4)
+                found.append((losses, [get_full(p, "master") for p in engine.module.parameters()]))
+    assert list(differences(*found)) == []
