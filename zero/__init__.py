@@ -4,6 +4,7 @@ from .access import GatheredParameters, get_full, get_local, set_full, set_local
 from .client_optimizer import ClientOptimizer
 from .collectives import Ranks
 from .cpu_adam import CPUAdam
+from .init import Init
 from .kernels import AdamHyper, DType, Kernels
 from .optimizer import AdamDefaults, TieredAdam
 from .options import ZeroOptions
@@ -16,6 +17,7 @@ __all__ = [
     "ClientOptimizer",
     "DType",
     "GatheredParameters",
+    "Init",
     "Kernels",
     "Ranks",
     "TieredAdam",

@@ -6,6 +6,8 @@ import torch
 
 from lamina.tiers import Arena, Block, GenerationStore, Plane, Tier, Transaction
 
+from .away import whole
+from .collectives import Ranks
 from .dtypes import plane_dtype
 from .kernels import Kernels
 from .memory import tensor_over
@@ -30,12 +32,14 @@ class InitialState:
         store: GenerationStore | None,
         staging: Block | None,
         chunk_numel: int,
+        ranks: Ranks,
     ) -> None:
         self._arenas = arenas
         self._kernels = kernels
         self._store = store
         self._staging = staging
         self._chunk_numel = chunk_numel
+        self._ranks = ranks
 
     def bring_home(self, segments: Sequence[Segment], *, keep_stored: bool = False) -> None:
         """Place every segment; with a store, as one generation of step 0.
@@ -48,7 +52,8 @@ class InitialState:
             transaction = self._store.begin(replace_frozen=anew)
         with torch.no_grad():
             for segment in segments:
-                self._place(segment, transaction)
+                with whole(segment.parameters, self._ranks):
+                    self._place(segment, transaction)
         if transaction is not None:
             transaction.commit(0, {})
 

@@ -19,6 +19,7 @@ from lamina.tiers import (
 )
 
 from .access import claim, disclaim
+from .away import is_away
 from .client_optimizer import ClientOptimizer
 from .collectives import Ranks
 from .collector import GradientCollector
@@ -209,13 +210,15 @@ class ZeroRuntime:
         self.resumed = self._is_to_resume()
         with torch.no_grad():
             for tensor in (*self.module.parameters(), *self.module.buffers()):
-                self.ranks.broadcast(tensor.data)
+                if not is_away(tensor):
+                    self.ranks.broadcast(tensor.data)
         InitialState(
             arenas={Tier.DEVICE: self.device, Tier.HOST: self.host},
             kernels=self.kernels,
             store=self.store,
             staging=block,
             chunk_numel=chunk,
+            ranks=self.ranks,
         ).bring_home(self.segments, keep_stored=self.resumed)
         if block is not None and spare is not None:
             block.free()

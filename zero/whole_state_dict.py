@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from .access import gathered_now, get_full, place_of
+from .away import is_away
 
 PLANE = "param"
 
@@ -41,6 +42,8 @@ def is_placeholder(parameter: torch.Tensor) -> bool:
     """Whether a parameter is the NaN that stands for one whose values are elsewhere."""
     if parameter.numel() == 0 or not parameter.is_floating_point() or parameter.is_meta:
         return False
+    if is_away(parameter):
+        return False  # built under Init: initialize() finds the values
     stored = parameter.untyped_storage().nbytes()
     one = stored < parameter.numel() * parameter.itemsize or (parameter.numel() == 1 and stored == parameter.itemsize)
     return one and bool(torch.isnan(parameter.detach().flatten()[0]))

@@ -86,6 +86,7 @@ def test_integers_are_never_replaced_by_a_placeholder(tmp_path: Path) -> None:
         assert torch.isnan(module.embed.weight).all()
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # torch's own, while it traces
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_compiled_modules_train_in_memory_and_are_refused_where_parameters_are_fetched(
     when: str, tmp_path: Path
