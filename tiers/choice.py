@@ -29,6 +29,8 @@ class PlacementQuestion:
     together: tuple[tuple[int, ...], ...] = ()
     micro_batches: int = 1
     lookahead: int = 64
+    order: tuple[int, ...] = ()
+    """Groups as one micro-batch uses them, from a trace; empty for all of them there and back."""
 
     def place(self, *, state_first: int = 0) -> Placement:
         """One placement; raises PlacementError when the budgets cannot work."""
@@ -52,13 +54,14 @@ class PlacementQuestion:
             placement,
             self.times,
             micro_batches=self.micro_batches,
-            overlap_update=wishes.overlap_update and not wishes.retain_gradients,
-            retain_gradients=wishes.retain_gradients or not wishes.overlap_update,
+            overlap_update=wishes.overlap_update,
+            retain_gradients=wishes.retain_gradients,
             window_bytes=window,
             host_budget=budgets.host_bytes,
             in_place_tiers=wishes.in_place_tiers,
             separate_device=wishes.separate_device,
             lookahead=self.lookahead,
+            order=self.order,
         )
 
     def predict(self, placement: Placement) -> Simulation:

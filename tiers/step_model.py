@@ -3,6 +3,7 @@
 Built from a placement and a trace, or by hand; simulate.py runs it.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -157,18 +158,23 @@ def model_step(
     in_place_tiers: Sequence[Tier] = (Tier.DEVICE, Tier.HOST),
     separate_device: bool = False,
     lookahead: int = 64,
+    order: Sequence[int] = (),
 ) -> StepModel:
     """A step under a placement. ``window_bytes``: the device tier's room for fetched groups, default what the placement
-    counts; ``host_budget``: gradients may take what the other items leave of it."""
+    counts; ``host_budget``: gradients may take what the other items leave of it; ``order``: groups as one micro-batch uses them,
+    empty for all of them there and back."""
     groups = _groups(segments, placement, in_place_tiers, separate_device)
-    accesses = _accesses(times, micro_batches)
+    accesses = _accesses(times, order) * micro_batches
     last = {access.group: index for index, access in enumerate(accesses)}
     end = len(accesses) - 1
-    updates = []
+    updates, kept_gradients = [], 0
     for segment in _in_update_order(segments):
         home = placement.homes[segment.name]
         early = overlap_update and home.state is Tier.NVME and not separate_device
-        after = None
+        after, gradient = None, _page(segment.shard_numel * segment.grad_itemsize)
+        if not early or retain_gradients:
+            kept_gradients += gradient
+            gradient = 0
         if early:
             after = last[segment.group] if segment.block else end
         updates.append(
@@ -178,11 +184,12 @@ def model_step(
                 group=-1 if separate_device else segment.group,
                 after=after,
                 streams=Tier.NVME in (home.state, home.param),
-                gradient_bytes=0 if retain_gradients else _page(segment.shard_numel * segment.grad_itemsize),
+                gradient_bytes=gradient,
             )
         )
     window = placement.device_items.get("window of fetched groups", 0)
-    host_others = sum(size for name, size in placement.host_items.items() if name != "gradients")
+    host_others = kept_gradients + sum(size for name, size in placement.host_items.items() if name != "gradients")
+    largest = max((update.gradient_bytes for update in updates), default=0)
     updates.sort(key=lambda update: end + 1 if update.after is None else update.after)
     return StepModel(
         groups=tuple(groups),
@@ -192,13 +199,11 @@ def model_step(
         lookahead=lookahead,
         buffer_count=placement.staging_count,
         buffer_bytes=placement.host_items.get("update buffers", 0) // max(placement.staging_count, 1),
-        gradient_room_bytes=None if host_budget is None or retain_gradients else host_budget - host_others,
+        gradient_room_bytes=None if host_budget is None else max(host_budget - host_others, largest),
         commit_s=times.commit_s if placement.nvme_bytes else 0.0,
         shared_cores=not separate_device,
         fixed_device_bytes=placement.device_bytes - window,
-        fixed_host_bytes=host_others
-        - placement.host_items.get("update buffers", 0)
-        + (placement.host_items.get("gradients", 0) if retain_gradients else 0),
+        fixed_host_bytes=host_others - placement.host_items.get("update buffers", 0),
     )
 
 
@@ -221,10 +226,20 @@ def _groups(
     return groups
 
 
-def _accesses(times: ComputeTimes, micro_batches: int) -> list[Access]:
-    there = [Access(group=group, compute_s=seconds) for group, seconds in enumerate(times.forward_s)]
-    back = [Access(group=group, compute_s=seconds) for group, seconds in enumerate(times.backward_s)]
-    return (there + back[::-1]) * micro_batches
+def _accesses(times: ComputeTimes, order: Sequence[int]) -> list[Access]:
+    """One micro-batch. A group's first use is its forward pass; its backward pass is shared out over its other uses."""
+    number = len(times.forward_s)
+    order = order or [*range(number), *reversed(range(number))]
+    uses, seen = Counter(order), set[int]()
+    accesses = []
+    for group in order:
+        if group not in seen:
+            seconds = times.forward_s[group] + (times.backward_s[group] if uses[group] == 1 else 0.0)
+        else:
+            seconds = times.backward_s[group] / (uses[group] - 1)
+        seen.add(group)
+        accesses.append(Access(group=group, compute_s=seconds))
+    return accesses
 
 
 def _in_update_order(segments: Sequence[SegmentSize]) -> list[SegmentSize]:
