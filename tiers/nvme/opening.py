@@ -10,7 +10,7 @@ from lamina.tiers.errors import IntegrityError, LayoutError, StoreError
 from lamina.tiers.nvme.chunk_sums import ChunkSums
 from lamina.tiers.nvme.folder import RankFolder
 from lamina.tiers.nvme.layout import CHUNK_BYTES, require_same_shards
-from lamina.tiers.nvme.lock import FolderLock
+from lamina.tiers.nvme.lock import LOCK_NAME, FolderLock
 from lamina.tiers.nvme.manifest import (
     FROZEN_STEM,
     MANIFEST_NAME,
@@ -63,7 +63,7 @@ class Opening:
 
     def run(self, *, chunk_bytes: int | None, discard_torn: bool) -> tuple[SlotPool, list[FolderLock]]:
         """The pool with every slot open, and the locks. On failure everything is unlocked and closed
-        again."""
+        again, and folders in which nothing but our lock lies are gone."""
         folders = self._folders()
         locks: list[FolderLock] = []
         try:
@@ -73,8 +73,11 @@ class Opening:
                     self.notes.append(f"{folder.path}: {locks[-1].takeover}")
             return self._pool(folders, chunk_bytes, discard_torn), locks
         except BaseException:
-            for lock in locks:
-                lock.release()
+            for folder, lock in zip(folders, locks, strict=False):
+                unused = os.listdir(folder.path) == [LOCK_NAME]
+                lock.release(remove=unused)
+                if unused:
+                    folder.remove_empty()
             raise
 
     def _folders(self) -> list[RankFolder]:
