@@ -9,6 +9,7 @@ from .kernels import AdamHyper, DType, Kernels
 from .optimizer import AdamDefaults, TieredAdam
 from .options import ZeroOptions
 from .runtime import ZeroRuntime
+from .tiled_linear import TiledLinear, tile_linears
 
 __all__ = [
     "AdamDefaults",
@@ -21,10 +22,12 @@ __all__ = [
     "Kernels",
     "Ranks",
     "TieredAdam",
+    "TiledLinear",
     "ZeroOptions",
     "ZeroRuntime",
     "get_full",
     "get_local",
     "set_full",
     "set_local",
+    "tile_linears",
 ]
