@@ -17,7 +17,7 @@ help:
 	@sed -n '1,4s/^# //p' Makefile
 
 train: setup
-	$(BIN)/lamina train --size small --host-bytes 80MiB --device-bytes 48MiB $(ARGS)
+	$(BIN)/lamina train --size small --host-bytes 80MiB --device-bytes 24MiB $(ARGS)
 
 test: setup
 	$(BIN)/python -m pytest $(ARGS)
