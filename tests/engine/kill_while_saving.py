@@ -29,6 +29,7 @@ def main(folder: Path, first_tag: int) -> None:
 
 def serve() -> None:
     """For each line `folder number`: fork, tell the child's number, and when it is gone."""
+    initialize(build(width=16, hidden=32, blocks=2), config=settings())[0].close()  # imports what is imported late
     for line in sys.stdin:
         folder, _, number = line.strip().rpartition(" ")
         child = os.fork()

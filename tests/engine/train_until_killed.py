@@ -45,6 +45,7 @@ def main(folder: Path, mode: str) -> None:
 
 
 def serve() -> None:
+    initialize(build(width=16, hidden=32, blocks=2), config=settings())[0].close()  # imports what is imported late
     for line in sys.stdin:
         folder, _, mode = line.strip().rpartition(" ")
         child = os.fork()
