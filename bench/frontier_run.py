@@ -1,0 +1,203 @@
+"""One training run for `frontier`, in a process of its own: lamina, plain PyTorch or DeepSpeed. One line of JSON.
+
+    PYTHON frontier_run.py '{"system": "torch", "shape": {...}, ...}'
+
+Knows nothing of lamina but in lamina's own run, so that it also runs in an interpreter that has only the other system.
+Memory is the peak of the whole run above what importing torch took.
+"""
+
+import importlib
+import importlib.util
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any, Protocol
+
+# Started by its path: the folder's other files must not be taken for the libraries whose names they share.
+sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != Path(__file__).resolve().parent]
+
+import torch  # noqa: E402
+
+BATCHES = 4
+SEED = 7
+
+
+def resident() -> tuple[int, int]:
+    """Bytes of this process: now, and at its peak."""
+    fields = {}
+    for line in Path("/proc/self/status").read_text().splitlines():
+        key, _, value = line.partition(":")
+        fields[key] = value.split()
+    return int(fields["VmRSS"][0]) * 1024, int(fields["VmHWM"][0]) * 1024
+
+
+class System(Protocol):
+    """What trains the model."""
+
+    def forward(self, *batch: torch.Tensor) -> torch.Tensor: ...
+
+    def backward(self, loss: torch.Tensor) -> None: ...
+
+    def step(self) -> None: ...
+
+    def close(self) -> dict[str, Any]:
+        """End, and tell what only this system knows."""
+        ...
+
+
+class Lamina:
+    """lamina's engine."""
+
+    def __init__(self, job: dict[str, Any], model: torch.nn.Module) -> None:
+        initialize = importlib.import_module("lamina.engine").initialize
+        self.engine = initialize(model=model, config=job["config"])[0]
+
+    def forward(self, *batch: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = self.engine(*batch)
+        return loss
+
+    def backward(self, loss: torch.Tensor) -> None:
+        self.engine.backward(loss)
+
+    def step(self) -> None:
+        self.engine.step()
+
+    def close(self) -> dict[str, Any]:
+        """What only lamina tells: bytes of the tiers, and its lower bound."""
+        metrics = self.engine.metrics()
+        self.engine.close()
+        return {"tiers": dict(metrics.peak_bytes), "lower_bound_s": metrics.lower_bound_s}
+
+
+class Torch:
+    """Parameters in bf16, fp32 masters and fused AdamW, all in memory."""
+
+    def __init__(self, job: dict[str, Any], model: torch.nn.Module) -> None:
+        self.masters = [parameter.detach().float() for parameter in model.parameters()]
+        self.model = model.to(torch.bfloat16)
+        self.params: list[torch.Tensor] = list(self.model.parameters())
+        self.optimizer = torch.optim.AdamW(self.masters, fused=True, **job["adam"])
+
+    def forward(self, *batch: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = self.model(*batch)
+        return loss
+
+    def backward(self, loss: torch.Tensor) -> None:
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    def step(self) -> None:
+        for master, parameter in zip(self.masters, self.params, strict=True):
+            master.grad = None if parameter.grad is None else parameter.grad.float()
+            parameter.grad = None
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        with torch.no_grad():
+            torch._foreach_copy_(self.params, self.masters)
+
+    def close(self) -> dict[str, Any]:
+        return {}
+
+
+class DeepSpeed:
+    """DeepSpeed's engine on one rank, with the config that the job brings."""
+
+    def __init__(self, job: dict[str, Any], model: torch.nn.Module) -> None:
+        for name, value in (("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", str(job["port"]))):
+            os.environ[name] = value
+        os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+        deepspeed = importlib.import_module("deepspeed")
+        model = model.to(torch.bfloat16)
+        config = json.loads(json.dumps(job["config"]))
+        offload = config["zero_optimization"].get("offload_param", {})
+        if offload.get("device") == "nvme":
+            offload["buffer_size"] = max(parameter.numel() for parameter in model.parameters())
+        self.engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+
+    def forward(self, *batch: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = self.engine(*batch)
+        return loss
+
+    def backward(self, loss: torch.Tensor) -> None:
+        self.engine.backward(loss)
+
+    def step(self) -> None:
+        self.engine.step()
+
+    def close(self) -> dict[str, Any]:
+        return {}
+
+
+SYSTEMS: dict[str, Callable[[dict[str, Any], torch.nn.Module], System]] = {
+    "lamina": Lamina,
+    "torch": Torch,
+    "deepspeed": DeepSpeed,
+}
+
+
+def load_gpt(job: dict[str, Any]) -> torch.nn.Module:
+    """The model, from its file: it needs nothing but torch."""
+    spec = importlib.util.spec_from_file_location("frontier_gpt", job["gpt_file"])
+    if spec is None or spec.loader is None:
+        raise OSError(f"{job['gpt_file']}: cannot be loaded as a module")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["frontier_gpt"] = module
+    spec.loader.exec_module(module)
+    torch.manual_seed(0)
+    model: torch.nn.Module = module.GPT(module.GPTShape(**job["shape"]))
+    return model
+
+
+def batches(job: dict[str, Any]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The same few batches of bytes for every system: next-byte pairs that can be learned."""
+    generator = torch.Generator().manual_seed(SEED)
+    size, seq = job["micro_batch"], job["shape"]["seq"]
+    follows = torch.randperm(256, generator=generator)
+    made = []
+    for _ in range(BATCHES):
+        columns = [torch.randint(256, (size,), generator=generator)]
+        for _ in range(seq):
+            columns.append(follows[columns[-1]])
+        text = torch.stack(columns, 1)
+        made.append((text[:, :-1].contiguous(), text[:, 1:].contiguous()))
+    return made
+
+
+def measure(job: dict[str, Any]) -> dict[str, Any]:
+    """Train and take the medians of the steps after the warm-up."""
+    imported, _ = resident()
+    began = time.perf_counter()
+    system = SYSTEMS[job["system"]](job, load_gpt(job))
+    ready = time.perf_counter()
+    data = batches(job)
+    rows, losses = [], []
+    for index in range(job["warm_up"] + job["steps"]):
+        start = time.perf_counter()
+        loss = system.forward(*data[index % BATCHES])
+        forward = time.perf_counter()
+        system.backward(loss)
+        backward = time.perf_counter()
+        system.step()
+        rows.append((forward - start, backward - forward, time.perf_counter() - backward))
+        losses.append(float(loss.detach()))
+    peak = resident()[1]
+    kept = rows[job["warm_up"] :]
+    return {
+        "forward_s": median(row[0] for row in kept),
+        "backward_s": median(row[1] for row in kept),
+        "update_s": median(row[2] for row in kept),
+        "step_s": median(sum(row) for row in kept),
+        "first_step_s": ready - began + sum(rows[0]),
+        "peak_bytes": peak - imported,
+        "losses": losses,
+        **system.close(),
+    }
+
+
+if __name__ == "__main__":
+    print("RESULT " + json.dumps(measure(json.loads(sys.argv[1]))), flush=True)
+    sys.stderr.flush()
+    os._exit(0)  # without the other system's teardown, which may hang or complain
