@@ -2,7 +2,7 @@
 
 from .access import GatheredParameters, get_full, get_local, set_full, set_local
 from .client_optimizer import ClientOptimizer
-from .collectives import Ranks
+from .collectives import DivergenceError, Ranks
 from .cpu_adam import CPUAdam
 from .init import Init
 from .kernels import AdamHyper, DType, Kernels
@@ -17,6 +17,7 @@ __all__ = [
     "CPUAdam",
     "ClientOptimizer",
     "DType",
+    "DivergenceError",
     "GatheredParameters",
     "Init",
     "Kernels",

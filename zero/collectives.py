@@ -2,10 +2,16 @@
 
 Gathers and reductions have process groups of their own: gathers are waited for in the order of use, reductions run
 beside them in a fixed order, and a rank that is late with one never blocks the other.
+
+[Note: ranks that diverge] A rank that takes another branch gathers another group, and the collectives of the two would pair
+up: garbage where the sizes agree, else a wait without end. So the ranks compare a few bytes before each gather, and what
+fails in a collective, by its timeout at the latest, is told together with what this rank wanted.
 """
 
 import time
-from collections.abc import Sequence
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Protocol
@@ -14,6 +20,10 @@ import torch
 from torch import distributed as dist
 
 DEFAULT_TIMEOUT = timedelta(minutes=10)
+
+
+class DivergenceError(RuntimeError):
+    """The ranks do not make the same calls."""
 
 
 class Work(Protocol):
@@ -39,6 +49,7 @@ class Ranks:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))  # where the backend wants tensors
     seconds: float = 0.0
     bytes_sent: int = 0
+    check_gathers: bool = True  # compare what is gathered before each gather; see [Note: ranks that diverge]
 
     @classmethod
     def of_process(cls, device: torch.device | None = None, timeout: timedelta = DEFAULT_TIMEOUT) -> "Ranks":
@@ -49,6 +60,8 @@ class Ranks:
             rank=dist.get_rank(),
             device=device or torch.device("cpu"),
             world_size=dist.get_world_size(),
+            # With an accelerator every comparison would make the CPU wait for the stream.
+            check_gathers=device is None or device.type == "cpu",
             gather_group=dist.new_group(timeout=timeout),
             reduce_group=dist.new_group(timeout=timeout),
         )
@@ -69,15 +82,42 @@ class Ranks:
 
     # -- parameters --------------------------------------------------------------------------------------------------
 
-    def all_gather(self, flat: torch.Tensor) -> None:
-        """Fill ``flat`` (1-d) from all ranks; this rank's equal part of it is already in place."""
+    def all_gather(self, flat: torch.Tensor, what: str = "parameters") -> None:
+        """Fill ``flat`` (1-d) from all ranks; this rank's equal part of it is already in place. ``what`` names it in errors.
+
+        Raises RuntimeError, naming both, when another rank gathers something else or nothing at all until the timeout.
+        """
         if self.world_size == 1 or flat.numel() == 0:
             return
         began = time.perf_counter()
         part = flat.numel() // self.world_size
         mine = flat[self.rank * part : (self.rank + 1) * part]
-        dist.all_gather_into_tensor(flat, mine, group=self.gather_group)
+        with self._explained(f"gathering {what}"):
+            if self.check_gathers:
+                self._require_same_gather(what, flat.numel())
+            dist.all_gather_into_tensor(flat, mine, group=self.gather_group)
         self._account(began, mine)
+
+    def _require_same_gather(self, what: str, numel: int) -> None:
+        mine = torch.tensor([zlib.crc32(what.encode()), numel], dtype=torch.int64, device=self.device)
+        everyone = torch.empty(2 * self.world_size, dtype=torch.int64, device=self.device)
+        dist.all_gather_into_tensor(everyone, mine, group=self.gather_group)
+        if not torch.equal(everyone.view(-1, 2), mine.expand(self.world_size, 2)):
+            self.require_same("what is gathered", what)
+
+    @contextmanager
+    def _explained(self, doing: str) -> Iterator[None]:
+        """Say what this rank was doing when a collective fails."""
+        began = time.perf_counter()
+        try:
+            yield
+        except RuntimeError as error:
+            if isinstance(error, DivergenceError):
+                raise
+            raise DivergenceError(
+                f"rank {self.rank} of {self.world_size}: {doing} failed after {time.perf_counter() - began:.0f} s. Another "
+                f"rank has ended, or makes other calls: all ranks must use the same modules in the same order ({error})"
+            ) from error
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Rank 0's values for everybody."""
@@ -114,13 +154,15 @@ class Ranks:
         if self.world_size > 1 and tensor.numel():
             began = time.perf_counter()
             there = tensor.view(torch.uint8).to(self.device)  # as bytes: keeps -0.0 and NaN
-            dist.all_reduce(there, group=self.gather_group)
+            with self._explained("reading whole state"):
+                dist.all_reduce(there, group=self.gather_group)
             tensor.view(torch.uint8).copy_(there)
             self._account(began, tensor)
 
     def wait(self, work: Work) -> None:
         began = time.perf_counter()
-        work.wait()  # for NCCL: makes the current stream wait
+        with self._explained("reducing gradients"):
+            work.wait()  # for NCCL: makes the current stream wait
         self.seconds += time.perf_counter() - began
 
     # -- small things --------------------------------------------------------------------------------------------------
@@ -137,25 +179,27 @@ class Ranks:
             return list(flags)
         began = time.perf_counter()
         mask = torch.tensor(flags, dtype=torch.uint8, device=self.device)
-        dist.all_reduce(mask, op=dist.ReduceOp.MAX, group=self.reduce_group)
+        with self._explained("agreeing on which parameters were used"):
+            dist.all_reduce(mask, op=dist.ReduceOp.MAX, group=self.reduce_group)
         self._account(began, mask)
         return [bool(flag) for flag in mask.tolist()]
 
     def require_same(self, what: str, value: str) -> None:
-        """Raises RuntimeError on every rank, with both values, when the ranks do not agree."""
+        """Raises DivergenceError on every rank, with both values, when the ranks do not agree."""
         if self.world_size == 1:
             return
         values: list[Any] = [None] * self.world_size
         dist.all_gather_object(values, value, group=self.gather_group)
         if len(set(values)) > 1:
             listed = ", ".join(f"rank {rank}: {found}" for rank, found in enumerate(values))
-            raise RuntimeError(f"{what} differs between ranks: {listed}. All ranks must make the same calls")
+            raise DivergenceError(f"{what} differs between ranks: {listed}. All ranks must make the same calls")
 
     def _gather_numbers(self, numbers: Sequence[float]) -> list[float]:
         began = time.perf_counter()
         mine = torch.tensor(list(numbers), dtype=torch.float64, device=self.device)
         everyone = torch.empty(self.world_size * len(numbers), dtype=torch.float64, device=self.device)
-        dist.all_gather_into_tensor(everyone, mine, group=self.reduce_group)
+        with self._explained("summing the gradient norm"):
+            dist.all_gather_into_tensor(everyone, mine, group=self.reduce_group)
         self._account(began, mine)
         return [float(number) for number in everyone.tolist()]
 

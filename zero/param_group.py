@@ -39,7 +39,7 @@ class GroupFetch:
             if segment.param_tier is not Tier.NVME:
                 begin = offset + segment.layout.shard_range(segment.rank)[0] * segment.dtype.itemsize
                 self.block.view[begin : begin + segment.shard_nbytes] = segment.home_shard()
-            self.ranks.all_gather(tensor_over(self.block, segment.dtype, segment.layout.numel, offset))
+            self.ranks.all_gather(tensor_over(self.block, segment.dtype, segment.layout.numel, offset), segment.name)
 
     def drop(self) -> None:
         for handle in self.handles:
@@ -71,7 +71,7 @@ class DeviceFetch:
         self._launch()
         self.device.compute_waits_for(self._copied)
         for segment, offset in self.segments:
-            self.ranks.all_gather(self._flat(segment, offset))
+            self.ranks.all_gather(self._flat(segment, offset), segment.name)
 
     def drop(self) -> None:
         for handle in self.handles:
