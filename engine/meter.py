@@ -42,6 +42,18 @@ class StepMeter:
         self._disks = list(disks)
         self._io_before = self._io_bytes()
 
+    def forward_took(self, began: float) -> None:
+        """A forward pass that began then has just ended."""
+        now = time.perf_counter()
+        self.clock.forward_s += now - began
+        self._runtime.spans.add("compute", "forward", began, now)
+
+    def backward_took(self, began: float) -> None:
+        """A backward pass that began then has just ended."""
+        now = time.perf_counter()
+        self.clock.backward_s += now - began
+        self._runtime.spans.add("compute", "backward", began, now)
+
     def _io_bytes(self) -> tuple[int, int]:
         """Bytes read and written so far by this process's I/O."""
         if self._runtime.io is None:

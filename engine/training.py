@@ -104,7 +104,7 @@ class TrainingEngine(EnginePersistence, EngineFace):
         with self.runtime.forward_context():
             output = self.module(*args, **kwargs)
         if self.module.training:
-            self._meter.clock.forward_s += time.perf_counter() - began
+            self._meter.forward_took(began)
         return output
 
     def scale(self, loss: torch.Tensor, *, scale_wrt_gas: bool = True) -> torch.Tensor:
@@ -142,7 +142,7 @@ class TrainingEngine(EnginePersistence, EngineFace):
             succeeded = True
         finally:
             self.runtime.end_backward(succeeded=succeeded)
-        self._meter.clock.backward_s += time.perf_counter() - began
+        self._meter.backward_took(began)
         self._note_loss(loss)
         return loss
 

@@ -74,6 +74,7 @@ class _Seat:
     residency: Residency = Residency.ABSENT
     block: Block | None = None
     transfer: Transfer | None = None
+    started: float = 0.0
     pins: int = 0
 
 
@@ -193,11 +194,21 @@ class Executor:
         began = time.perf_counter()
         if seat.residency is Residency.ABSENT:
             self.counters.demand_fetches += 1
-            self._start(index, self._room_for(index), Priority.DEMAND)
+            while not self._start(index, self._room_for(index), Priority.DEMAND):
+                if not self._give_up_a_prefetch():  # it holds the buffer that the demand needs
+                    raise RuntimeError(f"{self.sources[index].name} cannot be fetched although nothing else is")
         self._arrive(index)
         ended = time.perf_counter()
         self.counters.stalled_s += ended - began
         self.spans.add("stall", self.sources[index].name, began, ended)
+
+    def _give_up_a_prefetch(self) -> bool:
+        """Drop the fetch under way whose group is used last: it came too early. False when there is none."""
+        waiting = [i for i, seat in enumerate(self._seats) if seat.residency is Residency.FETCHING]
+        if waiting:
+            upcoming = self.trace.ahead
+            self._drop(max(waiting, key=lambda group: (upcoming.next_use(group), group)))
+        return bool(waiting)
 
     def _start(self, index: int, block: Block, priority: Priority) -> bool:
         seat, source = self._seats[index], self.sources[index]
@@ -206,7 +217,7 @@ class Executor:
             block.free()
             return False
         seat.residency = seat.residency.fetch()
-        seat.block, seat.transfer = block, transfer
+        seat.block, seat.transfer, seat.started = block, transfer, time.perf_counter()
         self.counters.fetches += 1
         self.counters.fetched_bytes += source.nbytes
         return True
@@ -225,6 +236,7 @@ class Executor:
             block.free()
             raise
         seat.residency = seat.residency.arrive()
+        self.spans.add("nvme->host: parameters", source.name, seat.started, time.perf_counter())
         source.bind(block)
 
     def _drop(self, index: int) -> None:
@@ -265,10 +277,8 @@ class Executor:
             if idle:
                 self._evict(max(idle, key=lambda group: (upcoming.next_use(group), group)))
                 continue
-            waiting = [i for i, seat in enumerate(self._seats) if seat.residency is Residency.FETCHING]
-            if not waiting:
+            if not self._give_up_a_prefetch():
                 return self._room_soon(nbytes, owner)
-            self._drop(max(waiting, key=lambda group: (upcoming.next_use(group), group)))  # a prefetch came too early
 
     def _room_soon(self, nbytes: int, owner: str) -> Block:
         """Nothing is left to evict; but the update may still be copying from a group that was, for a few milliseconds."""

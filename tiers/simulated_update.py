@@ -138,7 +138,7 @@ class SimulatedUpdater:
         yield flight.transfer
         began = self.queue.now
         yield self._adam(flight.part)
-        self.spans.add("update: Adam", flight.update.name, began, self.queue.now)
+        self.spans.add("Adam", flight.update.name, began, self.queue.now)
         self.written_bytes += flight.part.write_bytes
         if flight.part.write_bytes and self.disk is not None:
             seconds, latency = self.disk.write_s(flight.part.write_bytes), self.disk.write.latency_s

@@ -152,6 +152,7 @@ class TieredAdam(torch.optim.Optimizer):
             raise
         updated = time.perf_counter()
         self._end_window(commit=True, step=step)
+        self._updater.spans.add("commit", f"step {step}", updated, time.perf_counter())
         self.outcome = StepOutcome(
             grad_norm=norm,
             grad_multiplier=multiplier,

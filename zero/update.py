@@ -78,6 +78,7 @@ class _InFlight:
     staging: Block
     offsets: dict[Plane, int]
     handles: list[TransferHandle]
+    started: float = field(default_factory=time.perf_counter)
 
 
 _STOP = object()
@@ -289,8 +290,8 @@ class Updater:
         self.counters.read_stall_s += ready - began
         self.counters.adam_s += computed - ready
         self.counters.parameters += numel
-        self.spans.add("update: wait for reads", segment.name, began, ready)
-        self.spans.add("update: Adam", segment.name, ready, computed)
+        self.spans.add("nvme->host: optimizer", segment.name, flight.started, ready)
+        self.spans.add("Adam", segment.name, ready, computed)
         self._computed(job)
         return _InFlight(chunk=chunk, staging=flight.staging, offsets=flight.offsets, handles=handles)
 
@@ -332,7 +333,7 @@ class Updater:
         ended = time.perf_counter()
         self.counters.adam_s += ended - began
         self.counters.parameters += job.segment.layout.shard_numel
-        self.spans.add("update: Adam", job.segment.name, began, ended)
+        self.spans.add("Adam", job.segment.name, began, ended)
         self._job_done(job)
 
     def _cached_param(self, segment: Segment, where: int, nbytes: int) -> memoryview:
@@ -371,7 +372,7 @@ class Updater:
             handle.wait()
         ended = time.perf_counter()
         self.counters.write_stall_s += ended - began
-        self.spans.add("update: wait for writes", flight.chunk.job.segment.name, began, ended)
+        self.spans.add("host->nvme: optimizer", flight.chunk.job.segment.name, flight.started, ended)
         writing.popleft()
         self._free.append(flight.staging)
         with self._state:
