@@ -11,6 +11,7 @@ from .nvme.transaction import Transaction
 from .placement import Budgets, Home, Placement, PlacementError, SegmentSize, Wishes, place
 from .plan import Action, Verb, format_plan, parse_plan
 from .probe import DiskSpeed, probe_disk
+from .replan import Replanner, Revision
 from .residency import Residency
 from .scheduler import Scheduler
 from .simulate import Simulation, simulate, simulate_ranks
@@ -49,7 +50,9 @@ __all__ = [
     "PlacementQuestion",
     "Plane",
     "PlaneSpec",
+    "Replanner",
     "Residency",
+    "Revision",
     "Scheduler",
     "SegmentSize",
     "ShardSpec",

@@ -1,0 +1,177 @@
+"""A link that becomes slower: noticed within five steps, predicted right, and another placement only where it pays."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from throttled_io import ThrottledIO
+
+from lamina.aio_native import AlignedBuffer, AsyncIO
+from lamina.bench.gpt import GPT, GPTShape
+from lamina.bench.simulate_probe import segment_sizes
+from lamina.engine import initialize
+from lamina.tiers import (
+    BandwidthModel,
+    Budgets,
+    ComputeTimes,
+    Curve,
+    Link,
+    Measured,
+    PlacementQuestion,
+    SegmentSize,
+    Wishes,
+    choose,
+)
+from lamina.tiers.bandwidth import DISK
+from lamina.tiers.replan import Replanner
+
+MIB = 1 << 20
+
+
+def question(read: float, *, passes_s: float) -> PlacementQuestion:
+    segments = tuple(
+        SegmentSize(
+            name=f"block{index}",
+            group=index,
+            full_numel=MIB,
+            shard_numel=MIB,
+            param_itemsize=2,
+            state_itemsizes=(2, 4, 4),
+            grad_itemsize=2,
+        )
+        for index in range(8)
+    )
+    disk = Link(name=DISK, read=Curve.flat(read), write=Curve.flat(1.6 * read))
+    return PlacementQuestion(
+        segments=segments,
+        budgets=Budgets(device_bytes=4 * MIB, host_bytes=60 * MIB),
+        wishes=Wishes(retain_gradients=True, chunk_numel=1 << 17, sub_group_numel=1 << 17),
+        links=BandwidthModel([disk]),
+        times=ComputeTimes.proportional(
+            segments, forward_s=passes_s / 3, backward_s=passes_s * 2 / 3, adam_elements_per_s=2e9
+        ),
+    )
+
+
+def step_on(disk: Link, asked: PlacementQuestion, choice_of: Replanner) -> Measured:
+    """What a step under the present placement would measure on a disk of these rates."""
+    moved = asked.predict(choice_of.choice.placement)
+    return Measured(
+        link=DISK,
+        read_bytes=moved.read_bytes,
+        written_bytes=moved.written_bytes,
+        busy_s=disk.seconds(moved.read_bytes, moved.written_bytes),
+    )
+
+
+def test_a_disk_as_fast_as_modelled_is_left_alone() -> None:
+    asked = question(2.6e9, passes_s=0.05)
+    planner = Replanner(choice=choose(asked))
+    measured = step_on(asked.links.link(DISK), asked, planner)
+    assert [planner.after_step(measured) for _ in range(20)] == [None] * 20
+
+
+def test_a_throttled_disk_is_known_and_its_optimum_within_ten_percent_after_five_steps() -> None:
+    asked = question(2.6e9, passes_s=0.05)
+    planner = Replanner(choice=choose(asked))
+    true = asked.links.faster(DISK, 1 / 4)
+    for _ in range(5):
+        revision = planner.after_step(step_on(true.link(DISK), asked, planner))
+        if revision is not None and revision.better is not None:
+            planner.adopt(revision.better)
+    assert planner.revisions, "it was not noticed"
+    assert planner.revisions[0].factor == pytest.approx(4.0)
+    optimum = choose(replace(asked, links=true)).predicted.step_s
+    really = replace(asked, links=true).predict(planner.choice.placement).step_s
+    assert really <= 1.1 * optimum
+    assert planner.choice.predicted.step_s == pytest.approx(really, rel=0.02)
+
+
+def test_the_placement_stays_where_no_other_is_much_faster() -> None:
+    asked = question(4e9, passes_s=0.05)
+    planner = Replanner(choice=choose(asked))
+    slow = asked.links.faster(DISK, 1 / 8).link(DISK)
+    revisions = [planner.after_step(step_on(slow, asked, planner)) for _ in range(5)]
+    told = [revision for revision in revisions if revision is not None]
+    assert [revision.better for revision in told] == [None]
+    assert "8.00 times slower" in str(told[0])
+    assert "the placement stays" in str(told[0])
+
+
+def test_another_placement_is_proposed_where_the_slow_disk_makes_it_pay() -> None:
+    """With a disk this fast it made no difference where memory goes; on one 40 times slower it does."""
+    asked = question(20e9, passes_s=0.1)
+    planner = Replanner(choice=choose(asked))
+    assert planner.choice.placement == asked.place(), "the usual order"
+    slow = asked.links.faster(DISK, 1 / 40).link(DISK)
+    for _ in range(10):
+        planner.after_step(step_on(slow, asked, planner))
+    better = planner.revisions[-1].better
+    assert planner.revisions[-1].factor == pytest.approx(40.0)
+    assert better is not None
+    assert better.predicted.step_s <= 0.95 * planner.revisions[-1].expected_step_s
+    assert "another placement would take" in str(planner.revisions[-1])
+    planner.adopt(better)
+    assert planner.after_step(step_on(slow, asked, planner)) is None
+
+
+# -- with a real disk and a token bucket ---------------------------------------------------------------------------------
+
+
+def test_the_bucket_gives_the_rate_that_it_says(tmp_path: Path) -> None:
+    with AsyncIO() as real, AlignedBuffer(4 * MIB) as buffer:
+        throttled = ThrottledIO(real, read_rate=40 * MIB, write_rate=80 * MIB)
+        file = throttled.open(tmp_path / "f", writable=True, create=True, size=4 * MIB)
+        handles = [throttled.write(file, buffer.view), throttled.read(file, buffer.view)]
+        assert not handles[1].done()
+        assert [handle.wait() for handle in handles] == [4 * MIB] * 2
+        assert throttled.busy_s == pytest.approx(0.15)
+        file.close()
+
+
+@pytest.mark.slow
+def test_a_real_step_follows_a_path_that_is_throttled_in_mid_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Training goes on right; within five steps the step takes at most 10 percent more than the new rates make necessary."""
+    opened: list[ThrottledIO] = []
+
+    def open_throttled(**options: object) -> ThrottledIO:
+        opened.append(ThrottledIO(AsyncIO(**options), read_rate=200e6, write_rate=400e6))  # type: ignore[arg-type]
+        return opened[-1]
+
+    monkeypatch.setattr("lamina.engine.zero_options.AsyncIO", open_throttled)
+    torch.set_num_threads(1)
+    shape = GPTShape(layers=4, dim=256, heads=4, seq=16)
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_clipping": 0,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "zero_optimization": {
+            "stage": 3,
+            "offload_param": {"device": "nvme"},
+            "offload_optimizer": {"device": "nvme"},
+        },
+        "tiers": {"nvme": [str(tmp_path)]},
+    }
+    engine, _, _, _ = initialize(model=GPT(shape), config=config)
+    tokens = torch.randint(256, (1, 16))
+
+    def step() -> tuple[float, float]:
+        """Seconds of a step, and those that its bytes take at the bucket's present rates."""
+        engine.backward(engine(tokens, tokens))
+        engine.step()
+        metrics = engine.metrics()
+        moved = metrics.link_bytes
+        return metrics.step_s, moved["nvme->host"] / disk.read_rate + moved["host->nvme"] / disk.write_rate
+
+    with engine:
+        disk = opened[0]
+        assert segment_sizes(engine.runtime)
+        before = [step() for _ in range(5)][-1]
+        disk.slow_down(3.0)
+        after = [step() for _ in range(6)][-1]
+    assert after[1] == pytest.approx(3 * before[1], rel=0.2)
+    assert after[0] <= 1.1 * after[1] + 0.05
