@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from .tier import Tier
 
 ALIGN = 4096
+SPILL_WINDOW = 2  # gradient planes in memory at least, where the others go to a scratch file
 FETCH_BUFFERS = 2  # one being read into while the other is copied from
 
 
@@ -98,6 +99,7 @@ class Placement:
     sub_group_numel: int
     staging_count: int
     fetch_buffer_count: int = 0
+    scratch_bytes: int = 0
     reasons: Sequence[str] = field(default_factory=tuple)
 
     @property
@@ -124,6 +126,7 @@ class _Planner:
     wishes: Wishes
     generations: int
     together: Sequence[Sequence[int]] = ()
+    spill: bool = False  # gradients that host memory cannot hold go to a scratch file
     state_first: int = 0
 
     # -- what an assignment needs --------------------------------------------------------------------------------
@@ -201,7 +204,11 @@ class _Planner:
             elif home.param is Tier.NVME:
                 generations += _up(s.shard_numel * s.param_itemsize)
         return _present(
-            {f"{self.generations} generations": generations * self.generations, "frozen parameters": frozen}
+            {
+                f"{self.generations} generations": generations * self.generations,
+                "frozen parameters": frozen,
+                "gradient scratch": self.scratch_bytes(),
+            }
         )
 
     def updates_stream(self, homes: Mapping[str, Home]) -> bool:
@@ -210,16 +217,24 @@ class _Planner:
     def gradient_bytes(self, homes: Mapping[str, Home]) -> int:
         """All gradients; or, where they are used up as they come, what is open at one time."""
         kept, open_blocks, open_rest = 0, [0, 0], 0
+        all_kept: list[int] = []
         for s in self.segments:
             nbytes = _up(s.shard_numel * s.grad_itemsize)
             transient = self.wishes.overlap_update and homes[s.name].state is Tier.NVME
             if not transient or self.wishes.retain_gradients:
                 kept += nbytes
+                all_kept.append(nbytes)
             elif s.block:
                 open_blocks.append(nbytes)
             else:
                 open_rest += nbytes
+        if self.spill:
+            kept = sum(sorted(all_kept)[-SPILL_WINDOW:])
         return kept + open_rest + sum(sorted(open_blocks)[-2:])
+
+    def scratch_bytes(self) -> int:
+        """The scratch file has a place for every gradient plane."""
+        return sum(_up(s.shard_numel * s.grad_itemsize) for s in self.segments) if self.spill else 0
 
     def _state_bytes(self, s: SegmentSize, home: Home) -> int:
         """Bytes of the planes besides ``param`` (which is counted where the parameters live)."""
@@ -277,7 +292,12 @@ class _Planner:
             sub_group -= self.wishes.chunk_numel
             staging = self.staging_bytes(sub_group)
         if not self.fits(homes, 1, staging):
+            if Tier.NVME in (slow.param, slow.state) and not self.spill:
+                return replace(self, spill=True).search()
             raise PlacementError(self.refusal(homes, staging))
+        if self.spill:  # host memory that is left holds gradients: a byte of them is written and read, too
+            why = "gradients beyond host memory go to a scratch file on nvme: raise tiers.host_bytes to keep them"
+            return self.placement(homes, sub_group, staging, [why])
         # Everything up at once needs neither window nor update buffers, so it is tried before going one by one.
         fast = Home(param=self.wishes.param_tiers[0], state=self.wishes.state_tiers[0])
         for param in self.wishes.param_tiers:
@@ -343,6 +363,7 @@ class _Planner:
             host_items=self.host_items(homes, staging),
             nvme_items=self.nvme_items(homes),
             sub_group_numel=sub_group,
+            scratch_bytes=self.scratch_bytes(),
             staging_count=self.wishes.staging_count if self.updates_stream(homes) else 0,
             fetch_buffer_count=FETCH_BUFFERS if self.fetch_buffer_bytes(homes) else 0,
             reasons=tuple(reasons),

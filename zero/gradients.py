@@ -2,18 +2,28 @@
 
 With one micro-batch per step a plane has the compute dtype and holds the gradients as they came; with several it is
 fp32 and they are added up. Sums are taken in the order in which the micro-batches ran.
+
+[Note: spilled gradients] Where the host budget cannot hold all planes, one that is not in use is written to a scratch file
+and its memory given to the next; asking for its values brings it back. Only one thread asks at a time: the training thread,
+or, while that waits for the updates, the update thread. What was used last is spilled first: the passes over all planes (norm,
+update) go in one order, so that what stays is what a pass meets again.
 """
 
 from collections.abc import Callable, Iterator, Sequence, Set
+from functools import partial
 from typing import Any
 
 import torch
 
 from lamina.tiers import Arena, Block, BudgetError
 from lamina.tiers.gpu import Accelerator
+from lamina.tiers.nvme.scratch import Scratch
 
 from .memory import tensor_over
+from .partition import round_up
 from .segment import Segment
+
+PAGE = 4096
 
 
 class GradientPlane:
@@ -31,6 +41,9 @@ class GradientPlane:
         self._block: Block | None = None
         self._flat: torch.Tensor | None = None
         self._copies: list[Any] = []  # events of copies from the accelerator that may be under way
+        self.load: Callable[[], None] = lambda: None  # brings a spilled plane back; see [Note: spilled gradients]
+        self.spilled = False
+        self.stored = False  # the scratch file has the present values
         self._pieces = {index: (first, last) for index, first, last in segment.layout.pieces(segment.rank)}
 
     @property
@@ -48,16 +61,22 @@ class GradientPlane:
 
     @property
     def flat(self) -> torch.Tensor | None:
-        """The whole plane, gaps included, while it has memory; not a copy."""
+        """The whole plane, gaps included, while it has values; not a copy."""
+        self.load()
         return self._flat
 
     @property
     def present(self) -> bool:
+        return self._flat is not None or self.spilled
+
+    @property
+    def in_memory(self) -> bool:
         return self._flat is not None
 
     @property
     def address(self) -> int:
         """Where the gradients are, all of them arrived."""
+        self.load()
         if self._block is None:
             raise RuntimeError(f"{self.segment.name} has no gradient in memory")
         self.settle()
@@ -75,7 +94,9 @@ class GradientPlane:
         self._flat = flat
 
     def piece(self, slot_index: int) -> torch.Tensor:
-        """This rank's part of one parameter's gradient, 1-d; the whole of it on one rank."""
+        """This rank's part of one parameter's gradient, 1-d, to be changed; the whole of it on one rank."""
+        self.load()
+        self.stored = False
         if self._flat is None:
             raise RuntimeError(f"{self.segment.name} has no gradient in memory")
         first, last = self._pieces.get(slot_index, (0, 0))
@@ -104,6 +125,8 @@ class GradientPlane:
 
     def add_shard(self, reduced: torch.Tensor, slots: Set[int]) -> None:
         """Add the reduced gradients of a whole shard; ``slots`` are those that any rank had a gradient for."""
+        self.load()
+        self.stored = False
         if self._flat is None:
             raise RuntimeError(f"{self.segment.name} has no gradient in memory")
         reduced = reduced.to("cpu")
@@ -119,10 +142,25 @@ class GradientPlane:
             Accelerator.wait(event)
         self._copies.clear()
 
+    def memory(self) -> memoryview:
+        """The bytes in memory, to be written or filled as they are. Raises RuntimeError where there are none."""
+        if self._block is None:
+            raise RuntimeError(f"{self.segment.name} has no gradient in memory")
+        self.settle()
+        return self._block.view[: self.nbytes]
+
+    def leave_memory(self) -> None:
+        """The scratch file has the values: give the memory back."""
+        self.spilled, self._flat = True, None
+        if self._block is not None:
+            self._block.free()
+            self._block = None
+
     def release(self) -> None:
         """Give the memory back and start an empty window."""
         self.settle()
         self._flat = None
+        self.spilled = self.stored = False
         self.arrived.clear()
         self.fresh.clear()
         self.edited = False
@@ -143,6 +181,9 @@ class Gradients:
             id(segment): GradientPlane(segment, dtype_of(segment)) for segment in segments if segment.trainable
         }
         self.wait_for_room: Callable[[], bool] = lambda: False
+        self._scratch: Scratch | None = None
+        self._places: dict[int, int] = {}
+        self._used: dict[int, GradientPlane] = {}  # in the order of their last use
 
     def __getitem__(self, segment: Segment) -> GradientPlane:
         return self.planes[id(segment)]
@@ -158,7 +199,42 @@ class Gradients:
         plane = self.planes[id(segment)]
         if not plane.present:
             plane.attach(self._room(plane))
+        plane.load()
         return plane
+
+    def spill_to(self, scratch: Scratch) -> None:
+        """Use a scratch file from now on; it has room for all planes, each from a multiple of 4096 bytes on."""
+        self._scratch = scratch
+        offset = 0
+        for key, plane in self.planes.items():
+            self._places[key] = offset
+            offset += round_up(plane.nbytes, PAGE)
+            plane.load = partial(self._load, plane)
+
+    def _load(self, plane: GradientPlane) -> None:
+        """Note the use; bring the plane back when it was spilled."""
+        key = id(plane.segment)
+        if plane.spilled and self._scratch is not None:
+            plane.attach(self._room(plane))
+            self._scratch.read(self._places[key], plane.memory())
+            plane.spilled, plane.stored = False, True
+        self._used.pop(key, None)
+        self._used[key] = plane
+
+    def _spill_one(self, wanted: GradientPlane) -> bool:
+        """Give the memory of one plane to another; False when there is none to take it from."""
+        if self._scratch is None:
+            return False
+        others = [plane for plane in self._used.values() if plane.in_memory and plane is not wanted and plane.nbytes]
+        if not others:
+            return False
+        complete = [plane for plane in others if plane.final]
+        victim = (complete or others)[-1]
+        if not victim.stored:
+            self._scratch.write(self._places[id(victim.segment)], victim.memory())
+            victim.stored = True
+        victim.leave_memory()
+        return True
 
     def _room(self, plane: GradientPlane) -> Block:
         owner = f"gradient of {plane.segment.name}"
@@ -166,7 +242,10 @@ class Gradients:
             block = self._arena.try_alloc(plane.nbytes, owner)
             if block is not None:
                 return block
-            if not self.wait_for_room():
+            if self._scratch is not None:
+                if not self._spill_one(plane):
+                    break
+            elif not self.wait_for_room():
                 break
         try:
             return self._arena.alloc(plane.nbytes, owner)

@@ -96,6 +96,10 @@ class ZeroRuntime:
         self.executor = Executor(arena=self.device, sources=self.groups, lookahead=options.lookahead, spans=self.spans)
         self._closing.callback(self.executor.close)
         self.gradients = Gradients(self.segments, self.host, self._grad_dtype)
+        if self.placement.scratch_bytes and self.store is not None:
+            scratch = self.store.scratch(self.placement.scratch_bytes)
+            self._closing.callback(scratch.close)
+            self.gradients.spill_to(scratch)
         self.updater = Updater(
             kernels=self.kernels,
             store=self.store,
@@ -271,7 +275,7 @@ class ZeroRuntime:
 
     def _may_update_early(self, segment: Segment) -> bool:
         """Only what is on NVMe: there the old state stays until the commit. Several ranks must first agree on what is used."""
-        wanted = self.options.wishes.overlap_update and self.ranks.world_size == 1
+        wanted = self.options.wishes.overlap_update and self.ranks.world_size == 1 and not self.placement.scratch_bytes
         return wanted and segment.trainable and segment.state_tier is Tier.NVME
 
     # -- the life of a step --------------------------------------------------------------------------------------------

@@ -62,7 +62,8 @@ def test_a_refusal_names_the_least_that_works_and_that_works() -> None:
     least = {
         tier: int(value.replace(",", "")) for tier, value in re.findall(r"(device|host)_bytes.*?Write ([\d,]+)", text)
     }
-    assert least == {"device": 2 * MIB, "host": 4 * 2 * MIB + 3 * 12 * (1 << 15)}
+    # Of the gradients, two at a time must fit: the others can go to the scratch file.
+    assert least == {"device": 2 * MIB, "host": 2 * 2 * MIB + 3 * 12 * (1 << 15)}
     placement = place(segments, Budgets(device_bytes=least["device"], host_bytes=least["host"]), wishes)
     assert placement.device_bytes <= least["device"]
     assert placement.host_bytes <= least["host"]

@@ -28,6 +28,7 @@ from lamina.tiers.nvme.opening import Opening, Verify
 from lamina.tiers.nvme.pin import CopyJob, PinnedGeneration, copy_files, start_pin
 from lamina.tiers.nvme.pinned_reader import PinnedReader
 from lamina.tiers.nvme.restore import copy_into, link_into
+from lamina.tiers.nvme.scratch import Scratch
 from lamina.tiers.nvme.slot import Slot
 from lamina.tiers.nvme.slot_pool import SlotPool
 from lamina.tiers.nvme.stream import check_chunks, check_edges
@@ -288,6 +289,13 @@ class GenerationStore:
                 "an in-place update was cut (generations: 1), so the state is a mixture of two steps: "
                 "restore from a checkpoint, and use generations: 2 where there is room"
             )
+
+    def scratch(self, nbytes: int) -> Scratch:
+        """A file of so many bytes in the first path's folder, for what need not outlive the process. Close it before the
+        store. Raises OSError when the disk has no room."""
+        with self._lock:
+            self._require_open()
+            return Scratch(self._pool.folders[0], self._pool.io, nbytes)
 
     def close(self, *, remove: bool = False) -> None:
         """Abort what is open, close the files and unlock. remove: delete this rank's files, and the folders

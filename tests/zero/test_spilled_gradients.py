@@ -1,0 +1,99 @@
+"""Gradients that the host budget cannot hold go to a scratch file on nvme and come back: the numbers do not change."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
+from small_model import batch, build, differences, on_nvme, settings, train_with_engine, train_with_torch
+
+from lamina.engine import initialize
+from lamina.tiers import Budgets, PlacementError, SegmentSize, Tier, Wishes, place
+from lamina.zero import get_full, set_full
+
+MODEL = {"blocks": 8, "tied": False}
+HOST_BYTES = 1_750_000  # update buffers and three of ten gradient planes
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def tight(path: Path, *, host_bytes: int = HOST_BYTES, **changes: Any) -> dict[str, Any]:
+    return settings(**changes, **on_nvme(path, host_bytes=host_bytes, overlap_update=False))
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_training_is_bit_equal_to_plain_torch(accumulation: int, tmp_path: Path) -> None:
+    tiered = train_with_engine(tight(tmp_path, gradient_accumulation_steps=accumulation), **MODEL)
+    assert list(differences(tiered, train_with_torch(accumulation=accumulation, **MODEL))) == []
+    assert list(tmp_path.iterdir()) == [], "nothing is left behind"
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_bf16_with_clipping_is_bit_equal_to_memory(accumulation: int, tmp_path: Path) -> None:
+    common = {"bf16": {"enabled": True}, "gradient_clipping": 0.05, "gradient_accumulation_steps": accumulation}
+    tiered = train_with_engine(tight(tmp_path, host_bytes=1_350_000, **common), **MODEL)
+    assert list(differences(tiered, train_with_engine(settings(**common), **MODEL))) == []
+
+
+def test_spilled_gradients_can_be_read_and_changed_and_the_budget_holds(tmp_path: Path) -> None:
+    model, other = build(**MODEL), build(**MODEL)
+    engine = initialize(model, config=tight(tmp_path))[0]
+    free = initialize(other, config=settings())[0]
+    with engine, free:
+        for run in (engine, free):
+            run.backward(run(*batch(0)))
+        spilled = [plane for plane in engine.runtime.gradients.planes.values() if plane.spilled]
+        assert spilled, "the budget is too small for all gradients"
+        assert (tmp_path / "default" / "rank0" / "scratch.bin").exists() is False, "the file has no name"
+        for parameter, twin in zip(model.parameters(), other.parameters(), strict=True):
+            assert torch.equal(get_full(parameter, "grad"), get_full(twin, "grad"))
+            set_full(parameter, "grad", get_full(parameter, "grad") * 3)
+            set_full(twin, "grad", get_full(twin, "grad") * 3)
+        for run in (engine, free):
+            run.step()
+        assert engine.get_global_grad_norm() == free.get_global_grad_norm()
+        for parameter, twin in zip(model.parameters(), other.parameters(), strict=True):
+            assert torch.equal(get_full(parameter, "master"), get_full(twin, "master"))
+        assert engine.runtime.host.report().peak <= HOST_BYTES
+
+
+def sizes(count: int) -> list[SegmentSize]:
+    return [
+        SegmentSize(
+            name=f"s{index}",
+            group=index,
+            full_numel=1 << 20,
+            shard_numel=1 << 20,
+            param_itemsize=4,
+            state_itemsizes=(4, 4),
+            grad_itemsize=4,
+        )
+        for index in range(count)
+    ]
+
+
+def test_the_placement_keeps_gradients_in_host_memory_where_they_fit() -> None:
+    wishes = Wishes(param_tiers=(Tier.NVME,), state_tiers=(Tier.HOST, Tier.NVME))
+    staging = 3 * 12 << 20
+    enough = place(sizes(10), Budgets(host_bytes=staging + (40 << 20)), wishes)
+    assert enough.scratch_bytes == 0
+    less = place(sizes(10), Budgets(host_bytes=staging // 2 + (40 << 20)), wishes)
+    assert less.scratch_bytes == 0, "smaller update buffers come first"
+    least = place(sizes(10), Budgets(host_bytes=staging // 2 + (8 << 20)), wishes)
+    assert least.scratch_bytes == 40 << 20
+    assert least.nvme_items["gradient scratch"] == 40 << 20
+    assert {home.state for home in least.homes.values()} == {Tier.NVME}
+    assert "scratch" in least.reasons[0]
+    with pytest.raises(PlacementError, match="Write 27,262,976 or more"):
+        place(sizes(10), Budgets(host_bytes=staging // 2 + (8 << 20) - 1), wishes)
+
+
+def test_without_nvme_there_is_no_scratch_file() -> None:
+    with pytest.raises(PlacementError, match="gradients 41,943,040"):
+        place(sizes(10), Budgets(host_bytes=1 << 20), Wishes(param_tiers=(Tier.DEVICE,), state_tiers=(Tier.HOST,)))
