@@ -175,7 +175,12 @@ class Executor:
                 held[index] = seat.block.nbytes
                 if seat.pins or seat.residency is Residency.FETCHING or index == self._current:
                     busy.add(index)
-        return DeviceState(held=held, busy=busy, capacity_bytes=sum(held.values()) + self.arena.free_bytes)
+        return DeviceState(
+            held=held,
+            busy=busy,
+            capacity_bytes=sum(held.values()) + self.arena.free_bytes,
+            current=self._current,
+        )
 
     def _prefetch(self) -> None:
         upcoming = self.trace.ahead

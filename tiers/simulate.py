@@ -278,6 +278,7 @@ class _Machine:
             held={group: seat.nbytes for group, seat in self.seats.items()},
             busy=self._busy(),
             capacity_bytes=self.step.window_bytes,
+            current=self.current,
         )
         for action in self.scheduler.prefetch(state, self._upcoming()):
             if action.verb is Verb.EVICT:

@@ -317,6 +317,9 @@ CASES = [
     ([1, 2, 3, 2, 1], 2, 5),
     ([1, 1, 1, 1, 1, 1], 1, 3),
     ([3, 2, 1, 1, 2, 3], 1, 6),
+    ([4, 1, 1, 1], 1, 6),
+    ([4, 1, 2, 1], 1, 7),
+    ([4, 1, 4, 1], 1, 9),
 ]
 
 
@@ -329,6 +332,33 @@ def test_a_pass_takes_at_most_five_percent_more_than_the_best_schedule_there_is(
     ours = simulate(step, links(), record=True)
     assert best - 1e-6 <= ours.step_s, "the search is not exhaustive"
     assert ours.step_s <= 1.05 * best + 1e-6
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(1, 4).flatmap(lambda size: st.lists(st.just(size), min_size=2, max_size=6)),
+    st.integers(1, 4),
+    st.data(),
+)
+def test_groups_of_one_size_are_always_within_five_percent_of_the_best(
+    sizes: list[int], compute: int, data: st.DataObject
+) -> None:
+    window = data.draw(st.integers(sizes[0], sum(sizes)))
+    step = passes(float(compute), sizes, window)
+    best = best_passes(sizes, [access.group for access in step.accesses], compute, window)
+    assert simulate(step, links()).step_s <= 1.05 * best + 1e-6
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(1, 4), min_size=2, max_size=5), st.integers(1, 4), st.data())
+def test_groups_of_any_sizes_are_never_further_than_fifteen_percent_from_the_best(
+    sizes: list[int], compute: int, data: st.DataObject
+) -> None:
+    """Of 3372 random cases 14 lay above 5 percent, the worst at 10: several large groups in a window for less than two."""
+    window = data.draw(st.integers(max(sizes), sum(sizes)))
+    step = passes(float(compute), sizes, window)
+    best = best_passes(sizes, [access.group for access in step.accesses], compute, window)
+    assert simulate(step, links()).step_s <= 1.15 * best + 1e-6
 
 
 # -- speed ---------------------------------------------------------------------------------------------------------------
