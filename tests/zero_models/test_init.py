@@ -141,7 +141,7 @@ PEAK = """
         line = next(l for l in Path("/proc/self/status").read_text().splitlines() if l.startswith("VmHWM"))
         return int(line.split()[1]) * 1024
 
-    def build(): return nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(32)))
+    def build(): return nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(16)))
 
     config = json.loads(sys.argv[1])
     build_small = nn.Sequential(nn.Linear(1024, 1024))  # pages and code that any build touches
@@ -158,7 +158,7 @@ PEAK = """
 
 
 def test_the_peak_of_a_build_is_a_few_modules_not_the_model(tmp_path: Path) -> None:
-    """Case B-04 on one rank: 128 MiB of parameters."""
+    """Case B-04 on one rank: 64 MiB of parameters."""
     peaks = {}
     for kind in ("init", "plain"):
         run = subprocess.run(
@@ -171,5 +171,5 @@ def test_the_peak_of_a_build_is_a_few_modules_not_the_model(tmp_path: Path) -> N
             env=os.environ | {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)},
         )
         peaks[kind] = int(run.stdout)
-    assert peaks["plain"] > 100 << 20, peaks
-    assert peaks["init"] < 24 << 20, peaks
+    assert peaks["plain"] > 50 << 20, peaks
+    assert peaks["init"] < 20 << 20, peaks

@@ -10,7 +10,7 @@ from odd_models import MODELS, Checkpointed, Mixed, Stack, tokens
 WINDOW = 40_000  # bytes; the models have 68,000 and more
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("accumulation", [1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "Mixed"])
 def test_odd_models_are_bit_equal_to_plain_torch_in_memory_and_through_a_small_window(
     name: str, accumulation: int, tmp_path: Path
