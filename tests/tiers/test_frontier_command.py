@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from lamina.bench.frontier import Runs, main, parse, verdicts
+from lamina.bench.frontier import Runs, _sound, main, parse, verdicts
 from lamina.bench.frontier_modes import Mode, peer_modes
 
 
@@ -59,17 +59,22 @@ def test_budgets_that_make_no_sense_are_refused(budgets: str, capsys: pytest.Cap
     assert "budgets" in capsys.readouterr().err
 
 
-def test_a_toy_frontier_has_equal_losses_and_tells_refusals_apart_from_failures(
+def test_a_refused_budget_is_no_failure_but_an_error_is() -> None:
+    plain = runs("torch", "in memory", 1.0, 1.0)
+    refused = Runs(mode=Mode(system="lamina", name="1+1"), error="lamina.tiers.placement.PlacementError: too small")
+    failed = Runs(mode=Mode(system="lamina", name="1+8"), error="OSError: the disk is gone")
+    strange = runs("lamina", "x", 1.0, 1.0, (5.0, 4.5))
+    assert [_sound(item, plain) for item in (plain, refused, failed, strange)] == [True, True, False, False]
+
+
+def test_a_toy_frontier_has_equal_losses_and_leaves_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     arguments = ["--sizes", "toy", "--rounds", "1", "--steps", "2", "--warm-up", "1", "--nvme-path", str(tmp_path)]
-    code = main([*arguments, "--budgets", "1+8,1+1", "--only", "torch|B/param", "--json"])
-    told = json.loads(capsys.readouterr().out)["sizes"]["toy"]["runs"]
-    assert code == 0
-    plain, streamed, refused = told
+    assert main([*arguments, "--budgets", "1+8", "--only", "torch|B/param", "--json"]) == 0
+    plain, streamed = json.loads(capsys.readouterr().out)["sizes"]["toy"]["runs"]
     assert plain["loss_gap"] == 0
     assert streamed["loss_gap"] < 0.03
     assert streamed["results"][0]["tiers"]["nvme"] > 0
-    assert refused["error"].startswith("lamina.tiers.placement.PlacementError: tiers.host_bytes")
     assert list(tmp_path.iterdir()) == []
