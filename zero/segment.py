@@ -43,6 +43,7 @@ class Segment:
     replicated: bool = True
     persistent: bool = False
     flat: torch.Tensor | None = None
+    placeholder: torch.Tensor | None = None  # the one NaN behind all of the parameters while they are not bound
     home: Block | None = None
     device_home: Block | None = None
     state: dict[Plane, Block] = field(default_factory=dict)
@@ -83,13 +84,25 @@ class Segment:
         self.flat = tensor_over(block, self.dtype, self.layout.numel, byte_offset, device=self.device)
         for slot, parameter in zip(self.layout.slots, self.parameters, strict=True):
             parameter.data = self.flat[slot.offset : slot.end].view(slot.shape)
+        self._refuse_lost_edit()
 
     def unbind(self) -> None:
         """Leave placeholders of the right shape behind. They hold NaN, so that a use is never a wrong number."""
         self.flat = None
         nan = torch.full((), float("nan"), dtype=self.dtype, device=self.device.device if self.device else None)
+        self.placeholder = nan
         for slot, parameter in zip(self.layout.slots, self.parameters, strict=True):
             parameter.data = nan.expand(slot.shape)
+
+    def _refuse_lost_edit(self) -> None:
+        """Torch refuses most writes into a placeholder, but not those into one of a single element or through an index."""
+        nan, self.placeholder = self.placeholder, None
+        if nan is not None and not torch.isnan(nan):
+            names = ", ".join(slot.name for slot in self.layout.slots)
+            raise RuntimeError(
+                f"{names}: one of these was changed while its values were elsewhere, so the change is not kept: write "
+                f"lamina.zero.set_full(parameter, 'param', values), or change it inside GatheredParameters(…, modifier_rank=0)"
+            )
 
     def shard_of(self, flat: torch.Tensor) -> torch.Tensor:
         """This rank's part of a tensor over the flat layout."""
