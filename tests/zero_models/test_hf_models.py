@@ -4,6 +4,9 @@ from pathlib import Path
 
 import pytest
 from both_ways import differences, memory, nvme, train_plain, train_tiered
+from torch import nn
+
+from lamina.zero import Init
 
 pytest.importorskip("transformers", reason="transformers is not installed (extra hf)")
 from hf_models import MODELS
@@ -26,3 +29,17 @@ def test_twenty_steps_are_bit_equal_everywhere(name: str, tmp_path: Path) -> Non
     plain = train_plain(*MODELS[name], **run)
     for config in (memory(), nvme(tmp_path), nvme(tmp_path, device_bytes=parameter_bytes(name) // 2)):
         assert list(differences(train_tiered(*MODELS[name], config, **run), plain)) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_models_built_under_init_are_bit_equal(name: str, tmp_path: Path) -> None:
+    """Their weights are drawn anew from the top when all modules are finished and put away."""
+    build, batch = MODELS[name]
+    config = nvme(tmp_path)
+
+    def under_init() -> nn.Module:
+        with Init(config=config, open_bytes=0):
+            return build()
+
+    assert list(differences(train_tiered(under_init, batch, config, steps=3), train_plain(build, batch, steps=3))) == []
