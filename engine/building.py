@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from lamina.tiers import DiskSpeed, Spans, probe_disk
+from lamina.tiers.probe import PROBE_BYTES
 from lamina.zero import Ranks, ZeroOptions, ZeroRuntime
 from lamina.zero.checkpoint_target import refresh_homes
 from lamina.zero.whole_state_dict import guard_state_dict, is_placeholder
@@ -25,6 +26,8 @@ from .optimizer_choice import choose_optimizer
 from .plan_text import plan_text
 from .training import TrainingEngine
 from .zero_options import check_paths, zero_options
+
+MIN_PROBE_BYTES = 1 << 20
 
 
 def initialize(
@@ -174,11 +177,21 @@ def _loader(
 
 
 def _measure_disks(options: ZeroOptions, runtime: ZeroRuntime) -> list[DiskSpeed]:
-    """A short probe of each path, so that the lower bound is known; a path without room for it is left out."""
+    """A short probe of each path, so that the lower bound is known; a path without room for it is left out.
+
+    It moves no more than the state itself does, keeps to the path's quota, and is not counted as the training's I/O.
+    """
     if runtime.io is None:
         return []
     disks = []
-    for path in options.nvme:
-        with contextlib.suppress(OSError):
-            disks.append(probe_disk(runtime.io, path.path))
+    share = max(
+        MIN_PROBE_BYTES, runtime.placement.nvme_bytes // len(options.nvme) // 8 // MIN_PROBE_BYTES * MIN_PROBE_BYTES
+    )
+    with options.open_io() as io:
+        for path in options.nvme:
+            nbytes = min(PROBE_BYTES, share)
+            if path.bytes is not None and path.bytes < nbytes:
+                continue
+            with contextlib.suppress(OSError):
+                disks.append(probe_disk(io, path.path, nbytes))
     return disks

@@ -101,6 +101,8 @@ def _overlap(settings: EngineConfig, problems: list[tuple[str, str]]) -> bool:
         obstacles.append("fp16's loss scaler must see all gradients first (use bf16, or overlap_update: auto)")
     if settings.bf16.enabled and settings.bf16.check_grad_overflow:
         obstacles.append("bf16.check_grad_overflow must see all gradients first (write false, or overlap_update: auto)")
+    if settings.world_size > 1:
+        obstacles.append("several ranks must first agree on which parameters were used (write auto)")
     if settings.tiers.generations == 1:
         obstacles.append("generations: 1 updates in place, which cannot be undone (write 2)")
     if wanted is True:

@@ -216,7 +216,8 @@ class _Planner:
 
     def gradient_bytes(self, homes: Mapping[str, Home]) -> int:
         """All gradients; or, where they are used up as they come, what is open at one time."""
-        kept, open_blocks, open_rest = 0, [0, 0], 0
+        kept, open_rest = 0, 0
+        open_blocks: list[int] = []
         all_kept: list[int] = []
         for s in self.segments:
             nbytes = _up(s.shard_numel * s.grad_itemsize)
@@ -230,7 +231,7 @@ class _Planner:
                 open_rest += nbytes
         if self.spill:
             kept = sum(sorted(all_kept)[-SPILL_WINDOW:])
-        return kept + open_rest + sum(sorted(open_blocks)[-2:])
+        return kept + open_rest + min(2, len(open_blocks)) * max(open_blocks, default=0)
 
     def scratch_bytes(self) -> int:
         """The scratch file has a place for every gradient plane."""

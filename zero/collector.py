@@ -51,8 +51,9 @@ class GradientCollector:
             # More came after all parameters had theirs (a weight that is recomputed and used twice): start over.
             if not plane.present:
                 raise RuntimeError(
-                    f"{segment.layout.slots[slot_index].name} got a second gradient in one backward pass, after its group "
-                    f"was updated and its gradient given up. Write tiers.overlap_update: false"
+                    f"{segment.layout.slots[slot_index].name} got another gradient (a second loss, or a weight that is used "
+                    f"again) after its group was updated under the backward pass and its gradient given up, since "
+                    f"tiers.host_bytes is short. Write tiers.overlap_update: false; zero_grad() drops this window"
                 )
             plane.edited = True
             plane.add(slot_index, gradient)

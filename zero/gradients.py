@@ -39,6 +39,7 @@ class GradientPlane:
         self.fresh: set[int] = set()
         self.edited = False
         self._block: Block | None = None
+        self._give_back: Callable[[Block], None] = Block.free
         self._flat: torch.Tensor | None = None
         self._copies: list[Any] = []  # events of copies from the accelerator that may be under way
         self.load: Callable[[], None] = lambda: None  # brings a spilled plane back; see [Note: spilled gradients]
@@ -82,9 +83,9 @@ class GradientPlane:
         self.settle()
         return self._block.address
 
-    def attach(self, block: Block) -> None:
+    def attach(self, block: Block, give_back: Callable[[Block], None] = Block.free) -> None:
         """Take memory for the plane; the gaps between slots are zeroed so that a run over them changes nothing."""
-        self._block = block
+        self._block, self._give_back = block, give_back
         flat = tensor_over(block, self.dtype, self.segment.layout.shard_numel)
         end = 0
         for first, last in self._pieces.values():
@@ -153,7 +154,7 @@ class GradientPlane:
         """The scratch file has the values: give the memory back."""
         self.spilled, self._flat = True, None
         if self._block is not None:
-            self._block.free()
+            self._give_back(self._block)
             self._block = None
 
     def release(self) -> None:
@@ -165,7 +166,7 @@ class GradientPlane:
         self.fresh.clear()
         self.edited = False
         if self._block is not None:
-            self._block.free()
+            self._give_back(self._block)
             self._block = None
 
 
@@ -181,9 +182,25 @@ class Gradients:
             id(segment): GradientPlane(segment, dtype_of(segment)) for segment in segments if segment.trainable
         }
         self.wait_for_room: Callable[[], bool] = lambda: False
+        self._own: dict[int, Block] = {}
+        self._shared: list[Block] = []
         self._scratch: Scratch | None = None
         self._places: dict[int, int] = {}
         self._used: dict[int, GradientPlane] = {}  # in the order of their last use
+
+    def reserve(self, transient: Set[int]) -> None:
+        """Take the memory that the placement planned, so that later nothing else can lie in its way.
+
+        ``transient``: ids of segments whose gradient is given up as soon as it was used. Blocks among them share two
+        places, everything else has one of its own. Not for planes that may be spilled.
+        """
+        passing = []
+        for key, plane in self.planes.items():
+            if plane.nbytes and key in transient and plane.segment.block:
+                passing.append(plane.nbytes)
+            elif plane.nbytes:
+                self._own[key] = self._arena.alloc(plane.nbytes, f"gradient of {plane.segment.name}")
+        self._shared = [self._arena.alloc(max(passing), "gradients in passing") for _ in passing[:2]]
 
     def __getitem__(self, segment: Segment) -> GradientPlane:
         return self.planes[id(segment)]
@@ -198,7 +215,7 @@ class Gradients:
         """The segment's plane, with memory."""
         plane = self.planes[id(segment)]
         if not plane.present:
-            plane.attach(self._room(plane))
+            self._give_memory(plane)
         plane.load()
         return plane
 
@@ -215,7 +232,7 @@ class Gradients:
         """Note the use; bring the plane back when it was spilled."""
         key = id(plane.segment)
         if plane.spilled and self._scratch is not None:
-            plane.attach(self._room(plane))
+            self._give_memory(plane)
             self._scratch.read(self._places[key], plane.memory())
             plane.spilled, plane.stored = False, True
         self._used.pop(key, None)
@@ -236,19 +253,27 @@ class Gradients:
         victim.leave_memory()
         return True
 
-    def _room(self, plane: GradientPlane) -> Block:
+    def _give_memory(self, plane: GradientPlane) -> None:
+        own = self._own.get(id(plane.segment))
+        if own is not None:
+            plane.attach(own, lambda _: None)
+            return
         owner = f"gradient of {plane.segment.name}"
         while True:
+            if self._shared:
+                plane.attach(self._shared.pop(), self._shared.append)
+                return
             block = self._arena.try_alloc(plane.nbytes, owner)
             if block is not None:
-                return block
+                plane.attach(block)
+                return
             if self._scratch is not None:
                 if not self._spill_one(plane):
                     break
             elif not self.wait_for_room():
                 break
         try:
-            return self._arena.alloc(plane.nbytes, owner)
+            plane.attach(self._arena.alloc(plane.nbytes, owner))
         except BudgetError as error:
             error.add_note("gradients stay in host memory until the step that uses them")
             raise

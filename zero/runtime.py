@@ -112,6 +112,9 @@ class ZeroRuntime:
         self.optimizer: TieredAdam | ClientOptimizer | None = None
         self.collector: GradientCollector | None = None
         self.early_segments = [segment for segment in self.segments if self._may_update_early(segment)]
+        if options.trains and not self.placement.scratch_bytes:
+            keeps = options.wishes.retain_gradients
+            self.gradients.reserve(set() if keeps else {id(segment) for segment in self.early_segments})
         if options.trains:
             self.optimizer = self._client() or TieredAdam(
                 params,

@@ -79,6 +79,7 @@ class Segment:
             frozen=not self.trainable,
         )
 
+    @torch.inference_mode(mode=False)
     def bind(self, block: Block, byte_offset: int) -> None:
         """Point the parameters into the block, which holds the whole flat layout from ``byte_offset`` on."""
         self.flat = tensor_over(block, self.dtype, self.layout.numel, byte_offset, device=self.device)
@@ -86,6 +87,7 @@ class Segment:
             parameter.data = self.flat[slot.offset : slot.end].view(slot.shape)
         self._refuse_lost_edit()
 
+    @torch.inference_mode(mode=False)
     def unbind(self) -> None:
         """Leave placeholders of the right shape behind. They hold NaN, so that a use is never a wrong number."""
         self.flat = None
