@@ -1,6 +1,7 @@
 """Locks, permissions, foreign files, paths that cannot be used, and disks that are too small."""
 
 import os
+import resource
 import signal
 import socket
 import stat
@@ -10,6 +11,7 @@ import textwrap
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from store_samples import FROZEN, SHARDS, random_state, rank_folder, read_all, write_all
@@ -17,6 +19,7 @@ from store_samples import FROZEN, SHARDS, random_state, rank_folder, read_all, w
 from lamina.tiers.errors import LockedError, SpaceError, StoreError
 from lamina.tiers.nvme.lock import FolderLock
 from lamina.tiers.nvme.room import disk_bytes
+from lamina.tiers.nvme.slot import Slot
 from lamina.tiers.nvme.store import GenerationStore
 from lamina.tiers.nvme.wear import written_by_device
 from lamina.tiers.tier import NvmePath, Plane, PlaneSpec, ShardSpec
@@ -318,3 +321,64 @@ def test_shares_follow_the_weights(open_store: Open, tmp_path: Path) -> None:
     for path, share in zip(written, (1 / 8, 2 / 8, 5 / 8), strict=True):
         assert abs(path / sum(written) - share) < 0.01
     assert read_all(store) == state
+
+
+def test_a_file_size_limit_is_named_and_nothing_is_left(
+    open_store: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, hard))
+    try:
+        with pytest.raises(SpaceError, match=r"RLIMIT_FSIZE.* at most 60,000 bytes: raise it") as caught:
+            open_store()
+        assert caught.value.wanted > caught.value.free == 60_000
+        assert os.listdir(tmp_path) == []
+        # The kernel's own refusal, after the manifest was written.
+        monkeypatch.setattr("lamina.tiers.nvme.slot_pool.check_file_limit", lambda *_: None)
+        with pytest.raises(SpaceError, match=r"EFBIG \(File too large\);.*RLIMIT_FSIZE is 60,000 bytes"):
+            open_store()
+        assert os.listdir(tmp_path) == []
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_new_store_that_fails_late_is_gone_and_an_old_one_stays(
+    open_store: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    create, made = Slot.create, []
+
+    def fail_second(*arguments: Any) -> Slot:
+        if made:
+            assert (rank_folder(tmp_path) / "manifest.json").exists()
+            raise KeyboardInterrupt
+        made.append(create(*arguments))
+        return made[-1]
+
+    monkeypatch.setattr(Slot, "create", fail_second)
+    with pytest.raises(KeyboardInterrupt):
+        open_store()
+    assert made
+    assert os.listdir(tmp_path) == []
+    monkeypatch.setattr(Slot, "create", create)
+    state = random_state()
+    with open_store(generations=1) as store:
+        write_all(store, state, 0)
+        store.close()
+    monkeypatch.setattr(Slot, "create", fail_second)
+    with pytest.raises(KeyboardInterrupt):
+        open_store(generations=2)
+    monkeypatch.setattr(Slot, "create", create)
+    assert read_all(open_store(generations=2)) == state
+
+
+def test_one_directory_named_twice_leaves_no_folders(open_store: Open, tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").symlink_to(tmp_path / "a")
+    with pytest.raises(StoreError, match="is the same directory as"):
+        open_store([NvmePath(path=str(tmp_path / name)) for name in ("a", "b")])
+    assert os.listdir(tmp_path / "a") == []
+    (tmp_path / "file").touch()
+    with pytest.raises(StoreError, match="is not a directory"):
+        open_store([NvmePath(path=str(tmp_path / name)) for name in ("a", "new/folder", "file")])
+    assert os.listdir(tmp_path / "a") == []
+    assert not (tmp_path / "new").exists()

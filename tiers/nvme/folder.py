@@ -51,9 +51,13 @@ class RankFolder:
         self.path = os.path.join(self.job_path, f"rank{rank}")
         self.notes: list[str] = []
         self._created: list[str] = []
-        self._make_root()
-        self._make_private(self.job_path)
-        self._make_private(self.path)
+        try:
+            self._make_root()
+            self._make_private(self.job_path)
+            self._make_private(self.path)
+        except BaseException:
+            self.remove_created()
+            raise
 
     def _refusal(self, path: str, why: str, step: str) -> StoreError:
         return StoreError(f"{self.key} = {self.root!r}: {path} {why} (user {user_name()}). {step}")
@@ -129,6 +133,14 @@ class RankFolder:
                 os.unlink(self.file(name))
             except FileNotFoundError:
                 continue
+
+    def remove_created(self) -> None:
+        """Delete the directories that this object created, as far as they are empty."""
+        for path in reversed(self._created):
+            try:
+                os.rmdir(path)
+            except OSError:
+                return
 
     def remove_empty(self) -> None:
         """Delete rank and job folder, and what this object created above them, as far as they are empty."""

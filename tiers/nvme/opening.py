@@ -63,7 +63,7 @@ class Opening:
 
     def run(self, *, chunk_bytes: int | None, discard_torn: bool) -> tuple[SlotPool, list[FolderLock]]:
         """The pool with every slot open, and the locks. On failure everything is unlocked and closed
-        again, and folders in which nothing but our lock lies are gone."""
+        again, and what this opening made is gone."""
         folders = self._folders()
         locks: list[FolderLock] = []
         try:
@@ -78,24 +78,32 @@ class Opening:
                 lock.release(remove=unused)
                 if unused:
                     folder.remove_empty()
+            for folder in folders[len(locks) :]:
+                folder.remove_created()
             raise
 
     def _folders(self) -> list[RankFolder]:
         folders: list[RankFolder] = []
-        for index, path in enumerate(self._paths):
-            folder = RankFolder(path.path, job=self._job, rank=self._rank, key=f"tiers.nvme[{index}].path")
-            for other in folders:
-                if os.path.samefile(folder.path, other.path):
-                    raise StoreError(
-                        f"{folder.key} = {folder.root!r} is the same directory as {other.key}: list it once"
-                    )
-            folders.append(folder)
-            self.notes += folder.notes
+        try:
+            for index, path in enumerate(self._paths):
+                folder = RankFolder(path.path, job=self._job, rank=self._rank, key=f"tiers.nvme[{index}].path")
+                folders.append(folder)
+                for other in folders[:-1]:
+                    if os.path.samefile(folder.path, other.path):
+                        raise StoreError(
+                            f"{folder.key} = {folder.root!r} is the same directory as {other.key}: list it once"
+                        )
+                self.notes += folder.notes
+        except BaseException:
+            for folder in reversed(folders):
+                folder.remove_created()
+            raise
         return folders
 
     def _pool(self, folders: list[RankFolder], chunk_bytes: int | None, discard_torn: bool) -> SlotPool:
         manifest, home = self._manifest(folders)
         wear = Wear([folder.root for folder in folders])
+        is_new = manifest is None
         if manifest is None:
             manifest = Manifest(
                 store_id=secrets.token_hex(8),
@@ -116,7 +124,8 @@ class Opening:
             self._clean(pool)
             self._open_slots(pool)
         except BaseException:
-            pool.close(remove=False)
+            # A store that was there before stays as it is: its slots may hold state.
+            pool.close(remove=is_new)
             raise
         return pool
 

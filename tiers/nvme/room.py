@@ -1,5 +1,6 @@
-"""How many chunks each path gets, so that all files of a store fit. Pure."""
+"""How many chunks each path gets, so that all files of a store fit, and whether files so large are allowed."""
 
+import resource
 from collections.abc import Sequence
 
 from lamina.tiers.errors import SpaceError
@@ -52,4 +53,28 @@ def plan_counts(
         f"({listed}). Free space, raise tiers.nvme[].bytes or add a path to tiers.nvme",
         wanted=total,
         free=sum(rooms),
+    )
+
+
+def check_file_limit(nbytes: int, what: str) -> None:
+    """Raise SpaceError when this process may not write a file of so many bytes."""
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    if limit != resource.RLIM_INFINITY and nbytes > limit:
+        raise SpaceError(
+            f"{what} needs a file of {nbytes:,} bytes, and RLIMIT_FSIZE lets this process write files of at most "
+            f"{limit:,} bytes: raise it (ulimit -f unlimited), or spread the state over more paths in tiers.nvme",
+            wanted=nbytes,
+            free=limit,
+        )
+
+
+def file_too_large(nbytes: int, what: str, error: OSError) -> SpaceError:
+    """The error for EFBIG, which RLIMIT_FSIZE and file systems give alike."""
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    allowed = "unlimited" if limit == resource.RLIM_INFINITY else f"{limit:,} bytes"
+    return SpaceError(
+        f"{what} needs a file of {nbytes:,} bytes, which is too large for its file system ({error}; RLIMIT_FSIZE is "
+        f"{allowed}). Spread the state over more paths in tiers.nvme, or name a path on another file system",
+        wanted=nbytes,
+        free=0 if limit == resource.RLIM_INFINITY else limit,
     )

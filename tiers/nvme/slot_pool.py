@@ -18,7 +18,7 @@ from lamina.tiers.nvme.manifest import (
     read_manifest,
     write_manifest,
 )
-from lamina.tiers.nvme.room import plan_counts
+from lamina.tiers.nvme.room import check_file_limit, file_too_large, plan_counts
 from lamina.tiers.nvme.slot import Slot
 from lamina.tiers.nvme.wear import Wear
 from lamina.tiers.tier import NvmePath, ShardSpec
@@ -160,6 +160,8 @@ class SlotPool:
             numbered = [stem for stem in stems if not stem.startswith(FROZEN_STEM)]
             counts = self.counts_for(len(numbered), len(numbered) < len(stems), replacing)
             records = [SlotRecord(stem=stem, counts=counts) for stem in stems]
+            largest = max(nbytes for record in records for nbytes in self.layout(record).file_bytes)
+            check_file_limit(largest, f"job {self.manifest.job!r} rank {self.manifest.rank}")
             self._announce(records, replacing)
             replacing = ()
             made: list[Slot] = []
@@ -171,9 +173,13 @@ class SlotPool:
                     sync_directory(self.folders[index].path)
                 self.slots.update({slot.record.stem: slot for slot in made})
                 return made
-            except OSError as error:
+            except BaseException as error:
                 for slot in made:
                     self.discard(slot)
+                if not isinstance(error, OSError):
+                    raise
+                if error.errno == errno.EFBIG:
+                    raise file_too_large(largest, f"job {self.manifest.job!r}", error) from error
                 self.blame(error)
 
     def _announce(self, records: Sequence[SlotRecord], replacing: Sequence[Slot]) -> None:
