@@ -28,6 +28,9 @@ from .stats import IOStats, device_stats
 
 PAGE = max(4096, mmap.PAGESIZE)
 BOUNCE_UNIT = 64 << 10
+MAX_BLOCK_BYTES = 1 << 30
+MAX_QUEUE_DEPTH = 4096
+MAX_THREADS = 1024
 DEFAULT_THREADS = 8
 DEFAULT_INLINE_BYTES = 64 << 10
 BOUNCE_BYTES = 16 << 20
@@ -64,11 +67,11 @@ class AsyncIO:
         bounce_bytes: int = BOUNCE_BYTES,
         registered: bool = True,
     ) -> None:
-        _check("block_bytes", block_bytes, PAGE, 1 << 30)
+        _check("block_bytes", block_bytes, PAGE, MAX_BLOCK_BYTES)
         if block_bytes % PAGE:
             raise ValueError(f"block_bytes must be a multiple of {PAGE}, not {block_bytes}")
-        _check("queue_depth", queue_depth, 1, 4096)
-        _check("num_threads", num_threads, 1, 1024)
+        _check("queue_depth", queue_depth, 1, MAX_QUEUE_DEPTH)
+        _check("num_threads", num_threads, 1, MAX_THREADS)
         _check("inline_bytes", inline_bytes, 0, 1 << 30)
         limit = max(INFLIGHT_BYTES, 2 * block_bytes) if max_inflight_bytes is None else max_inflight_bytes
         _check("max_inflight_bytes", limit, 1, 1 << 62)

@@ -75,7 +75,9 @@ REFUSED: tuple[Key, ...] = (
     _refused("seq_parallel_communication_data_type", "there is no sequence parallelism", _DELETE, None),
     _refused("use_data_before_expert_parallelism", "there is no expert parallelism", "false", False),
     _refused("data_types.param_dtype", "the format of parameters follows bf16 and fp16", _MIXED, None),
-    _refused("data_types.buffer_dtype", "persistent buffers follow the compute format, others keep theirs", "null", None),
+    _refused(
+        "data_types.buffer_dtype", "persistent buffers follow the compute format, others keep theirs", "null", None
+    ),
     _refused(
         "data_types.keep_in_fp32_modules",
         "all parameters share one compute format",

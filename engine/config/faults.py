@@ -20,6 +20,7 @@ _WANTED: Mapping[str, str] = {
     "greater_than_equal": "at least {ge}",
     "less_than": "less than {lt}",
     "less_than_equal": "at most {le}",
+    "multiple_of": "a multiple of {multiple_of}",
     "dict_type": "a block {{...}}",
     "model_type": "a block {{...}}",
     "model_attributes_type": "a block {{...}}",

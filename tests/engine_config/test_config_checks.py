@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from lamina.aio_native import AsyncIO
 from lamina.engine.config import AdamConfig, ConfigError, EngineConfig, TorchOptimizerConfig
 
 ADAMW = {"type": "AdamW", "params": {"lr": 5e-7}}
@@ -64,6 +65,11 @@ def problems(config: Any, **arguments: Any) -> dict[str, str]:
         ({"tiers": {"job": "../up"}}, "tiers.job", "folder name"),
         ({"tiers": {"generations": 4}}, "tiers.generations", "at most 3, got 4"),
         ({"aio": {"use_gds": True}}, "aio.use_gds", "write false"),
+        ({"aio": {"block_size": 7}}, "aio.block_size", "want a multiple of 4096, got 7"),
+        ({"aio": {"block_size": 5000}}, "aio.block_size", "want a multiple of 4096, got 5000"),
+        ({"aio": {"block_size": "2GiB"}}, "aio.block_size", "at most 1073741824"),
+        ({"aio": {"queue_depth": 1e9}}, "aio.queue_depth", "at most 4096"),
+        ({"aio": {"intra_op_parallelism": 1025}}, "aio.intra_op_parallelism", "at most 1024"),
         (
             {"fp16": {"enabled": True, "min_loss_scale": 8, "initial_scale_power": 2}},
             "fp16.min_loss_scale",
@@ -467,3 +473,14 @@ def test_a_config_cannot_be_changed() -> None:
         config.gradient_clipping = 2.0  # type: ignore[misc]
     with pytest.raises(ValueError, match="frozen"):
         config.tiers.generations = 1  # type: ignore[misc]
+
+
+def test_the_limits_of_aio_are_those_of_the_io_engine_and_come_together() -> None:
+    found = problems({"aio": {"block_size": 7, "queue_depth": 10**9, "intra_op_parallelism": 10**6}, "x": 1})
+    assert set(found) == {"aio.block_size", "aio.queue_depth", "aio.intra_op_parallelism", "x"}
+    most = EngineConfig.load({"aio": {"block_size": 2**30, "queue_depth": 4096, "intra_op_parallelism": 1024}}).aio
+    for key, value in (("queue_depth", most.queue_depth), ("num_threads", most.intra_op_parallelism)):
+        with pytest.raises(ValueError, match=f"to {value}, not"):
+            AsyncIO(**{key: value + 1})  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=f"to {most.block_size}, not"):
+        AsyncIO(block_bytes=2 * most.block_size)
