@@ -1,6 +1,7 @@
 """The `lamina` command, also `python -m lamina.bench`: calls the subcommand, maps its errors to exit codes.
 
-Exit codes: 0 success, 1 the work failed, 2 the user's input was wrong, 130 interrupted.
+Exit codes: 0 success, 1 the work failed, 2 the user's input was wrong, 128 + N ended by signal N
+(130 Ctrl-C, 143 SIGTERM): whatever the command had made for itself is removed on the way out.
 """
 
 import errno
@@ -11,6 +12,8 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+
+from lamina.bench.interrupt import Stopped, signals_unwind
 
 SUCCESS, FAILURE, USAGE, INTERRUPTED = 0, 1, 2, 130
 
@@ -85,6 +88,8 @@ def load(name: str) -> Callable[[Sequence[str]], int]:
 
 def exit_code(error: BaseException) -> int:
     """The exit code for an error that left a command."""
+    if isinstance(error, Stopped):
+        return error.exit_code
     if isinstance(error, KeyboardInterrupt):
         return INTERRUPTED
     if isinstance(error, OSError):
@@ -101,19 +106,20 @@ def speaks_for_itself(error: BaseException) -> bool:
 def explain(error: BaseException) -> str:
     """What to print for an error: its message, which for system errors holds the path."""
     if isinstance(error, KeyboardInterrupt):
-        return "interrupted"
+        return str(error) or "interrupted"
     if isinstance(error, OSError) and type(error).__module__ == "builtins" and error.filename is not None:
         return f"{error.strerror}: {error.filename}"
     return str(error) or type(error).__name__
 
 
 def run(entry: Callable[[Sequence[str]], int], arguments: Sequence[str], *, show_traceback: bool) -> int:
-    """Call a command; turn what it raises into one message on stderr and an exit code.
+    """Call a command; turn what it raises, and signals, into one message on stderr and an exit code.
 
     An error that says nothing to a user is our own fault and goes through, with its traceback.
     """
     try:
-        return entry(arguments)
+        with signals_unwind():
+            return entry(arguments)
     except BrokenPipeError:
         # Whoever read our output has gone: point stdout elsewhere, or the flush at exit raises again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

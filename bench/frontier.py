@@ -22,7 +22,6 @@ from lamina.bench import gpt
 from lamina.bench.frontier_modes import ADAM, PASSES_LIMIT, WANTED, Mode, lamina_modes, peer_modes
 from lamina.bench.gpt import GPTShape
 from lamina.bench.report import Reporter, format_bytes, format_seconds
-from lamina.bench.simulate import stopped_by_sigterm
 
 SIZES = {
     "98M": (GPTShape(layers=14, dim=768, heads=12, seq=128), 2),
@@ -97,7 +96,7 @@ def measure_size(size: str, options: argparse.Namespace, report: Reporter) -> li
         "warm_up": options.warm_up,
         "steps": options.steps,
     }
-    with stopped_by_sigterm(), tempfile.TemporaryDirectory(prefix="lamina-frontier-", dir=options.nvme_path) as folder:
+    with tempfile.TemporaryDirectory(prefix="lamina-frontier-", dir=options.nvme_path) as folder:
         modes = [Mode(system="torch", name="in memory")]
         modes += lamina_modes(shape.num_params, micro_batch, os.path.abspath(folder), options.budgets)
         if options.peer_python:

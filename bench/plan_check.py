@@ -240,23 +240,32 @@ def run_ranks(job: dict[str, Any], ranks: int) -> tuple[list[dict[str, Any]], st
     """Results of all ranks, or what the first failing one said."""
     command = [sys.executable, "-m", "lamina.bench.plan_probe", json.dumps(job)]
     port = _free_port()
+    children: list[subprocess.Popen[str]] = []
+    try:
+        for rank in range(ranks):
+            children.append(_start(command, rank, ranks, port))  # noqa: PERF401 - ended below, however far this came
+        return _collect(children)
+    finally:  # a stop leaves no process behind that still writes into the folder
+        for child in children:
+            if child.poll() is None:
+                child.kill()
+                child.communicate()
+
+
+def _start(command: Sequence[str], rank: int, ranks: int, port: int) -> subprocess.Popen[str]:
+    """The process of one rank."""
     threads = str(max(len(os.sched_getaffinity(0)) // ranks, 1))
-    children = []
-    for rank in range(ranks):
-        environment = {**os.environ, "OMP_NUM_THREADS": threads}
-        if ranks > 1:
-            environment |= {
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": str(ranks),
-                "LOCAL_WORLD_SIZE": str(ranks),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-            }
-        children.append(
-            subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        )
-    return _collect(children)
+    environment = {**os.environ, "OMP_NUM_THREADS": threads}
+    if ranks > 1:
+        environment |= {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(ranks),
+            "LOCAL_WORLD_SIZE": str(ranks),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def _collect(children: Sequence[subprocess.Popen[str]]) -> tuple[list[dict[str, Any]], str]:

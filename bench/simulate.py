@@ -5,11 +5,9 @@ of Adam; from these, a probe of the disk and the placement the step is simulated
 """
 
 import argparse
-import contextlib
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 import tempfile
@@ -187,16 +185,6 @@ def try_out(trial: Trial, folder: str, *, steps: int, rounds: int) -> Outcome:
 PROBE = "lamina.bench.simulate_probe"
 
 
-@contextlib.contextmanager
-def stopped_by_sigterm() -> Iterator[None]:
-    """SIGTERM ends the command as Ctrl-C does, so that its child and its folder do not stay behind."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(prog="lamina simulate", description=__doc__)
@@ -227,7 +215,6 @@ def main(argv: Sequence[str]) -> int:
     facts = report.machine()
     outcomes = []
     with (
-        stopped_by_sigterm(),
         tempfile.TemporaryDirectory(prefix="lamina-simulate-", dir=options.nvme_path) as folder,
         report.progress(len(chosen), title="simulate", plain_lines=len(chosen)) as progress,
     ):

@@ -35,7 +35,6 @@ from lamina.engine import TrainingEngine, initialize
 
 HELD_OUT_BATCHES = 8
 PROMPT_BYTES = 64
-INTERRUPTED = 130
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -68,7 +67,7 @@ def main(arguments: Sequence[str]) -> int:
             if not interrupt.requested:
                 print_comparison(report, run, ours, others)
         report.json(result(vars(options), machine, run, corpus, ours, [] if interrupt.requested else others))
-        return INTERRUPTED if interrupt.requested else 0
+        return interrupt.exit_code
 
 
 def refuse_comparison(run: TrainingRun) -> None:

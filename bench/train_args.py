@@ -75,7 +75,7 @@ def parser() -> argparse.ArgumentParser:
         argument_default=None,
         allow_abbrev=False,
         epilog="Without --device-bytes and --host-bytes all state lies on NVMe; with either, what fits\n"
-        "stays in memory. Exit codes: 0 success, 1 failure, 2 wrong input, 130 interrupted.",
+        "stays in memory. Exit codes: 0 success, 1 failure, 2 wrong input, 130 Ctrl-C, 143 SIGTERM.",
     )
     model = make.add_argument_group("model")
     model.add_argument("--size", choices=tuple(PRESETS), help="about 3, 25, 100 or 350 million parameters (small)")

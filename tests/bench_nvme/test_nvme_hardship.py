@@ -139,7 +139,7 @@ def test_stopped_half_way_nothing_is_left(tmp_path: Path, number: signal.Signals
     with running(tmp_path) as process:
         process.send_signal(number)
         _, err = process.communicate(timeout=20)
-    assert process.returncode == 130
+    assert process.returncode == 128 + number
     assert "interrupted" in err
     assert "Traceback" not in err
     assert leftovers(tmp_path) == ["mine"]

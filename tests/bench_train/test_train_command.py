@@ -182,7 +182,7 @@ def test_sigterm_ends_a_process_after_the_step_with_nothing_left() -> None:
                 process.terminate()
                 break
         out, err = process.communicate(timeout=60)
-    assert process.returncode == 130, before + err
+    assert process.returncode == 143, before + err
     assert "SIGTERM: stopping after this step" in err
     assert "Traceback" not in err
     got = json.loads(out)
