@@ -9,6 +9,10 @@ PAD_TO = 64
 """Lengths are padded to multiples of this: the math library keeps code and memory for every shape that it meets."""
 
 
+class NotFiniteError(ArithmeticError):
+    """The model gives no chances to draw from: its training diverged."""
+
+
 @torch.no_grad()
 def generate(
     logits_of: Callable[[Tensor], Tensor],
@@ -24,7 +28,7 @@ def generate(
 
     logits_of: (1, length) int64 -> (1, length, 256) float, length at most `seq`; a causal model, for which bytes
     after the last are padding. `temperature` 0 takes the likeliest byte. `on_byte` is called before each one and
-    may raise. Same arguments, same bytes.
+    may raise. Same arguments, same bytes. ValueError for an empty prompt, NotFiniteError for logits that are not finite.
     """
     if not prompt:
         raise ValueError("the prompt is empty: give at least one byte")
@@ -36,6 +40,8 @@ def generate(
         padded = min(seq, -(-len(seen) // PAD_TO) * PAD_TO)
         tokens = torch.tensor([[*seen, *bytes(padded - len(seen))]], dtype=torch.int64)
         logits = logits_of(tokens)[0, len(seen) - 1].float().cpu()
+        if not logits.isfinite().all():
+            raise NotFiniteError("the model's outputs are not finite")
         if temperature == 0:
             chosen = int(logits.argmax())
         else:

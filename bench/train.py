@@ -6,6 +6,7 @@ The only module of the demonstration that knows the engine.
 import contextlib
 import errno
 import gc
+import math
 import os
 import statistics
 import time
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 
 from lamina.bench.corpus import Batch, Corpus
-from lamina.bench.generate import generate
+from lamina.bench.generate import NotFiniteError, generate
 from lamina.bench.gpt import GPT
 from lamina.bench.interrupt import Interrupt
 from lamina.bench.reference import PlainTrainer, train_plain
@@ -176,12 +177,27 @@ class Demonstration:
             outcome.training_s = time.perf_counter() - began
             self.interrupt.check()
             outcome.held_out_after = self._evaluate(engine, device)
-            if sample:
+            diverged = self._warn_of_divergence(outcome)
+            if sample and not diverged:
                 prompt = self.corpus.prompt(seed=self.run.seed, length=min(PROMPT_BYTES, self.run.shape.seq))
                 outcome.sample = (prompt, self._sample(engine, device, prompt, sample, temperature))
+        except NotFiniteError as error:
+            self.report.warning(f"{outcome.name}: {error}: no sample")
         except KeyboardInterrupt:
             if not self.interrupt.requested:
                 raise
+
+    def _warn_of_divergence(self, outcome: Outcome) -> bool:
+        """Whether the loss after training is not finite; a warning where any loss was not."""
+        bad = [step for step, loss in enumerate(outcome.losses, start=1) if not math.isfinite(loss)]
+        diverged = not math.isfinite(outcome.held_out_after)
+        if bad or diverged:
+            where = f"from step {bad[0]} of {len(outcome.losses)}" if bad else "on held-out text"
+            self.report.warning(
+                f"{outcome.name}: the loss is not finite ({where}){': no sample' if diverged else ''}; "
+                "try a lower --lr or a --clip"
+            )
+        return diverged
 
     def _steps(self, engine: TrainingEngine, outcome: Outcome, device: torch.device) -> None:
         run = self.run

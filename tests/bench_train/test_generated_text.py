@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lamina.bench.generate import generate, printable
+from lamina.bench.generate import NotFiniteError, generate, printable
 
 
 def likes(next_byte: dict[int, int]):  # type: ignore[no-untyped-def]
@@ -59,3 +59,15 @@ def test_nothing_to_start_from_is_refused_and_a_stop_gets_through() -> None:
 def test_no_control_character_reaches_the_terminal() -> None:
     text = printable("é\x1b[31m\x00\r\n\tx\u202e".encode() + b"\xff")
     assert text == "é·[31m··\n\tx·\N{REPLACEMENT CHARACTER}"
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_outputs_that_are_not_finite_are_refused(bad: float, temperature: float) -> None:
+    def model(tokens: torch.Tensor) -> torch.Tensor:
+        logits = torch.zeros(1, tokens.shape[1], 256)
+        logits[:, :, 7] = bad
+        return logits
+
+    with pytest.raises(NotFiniteError, match="not finite"):
+        generate(model, b"a", count=1, seq=8, seed=1, temperature=temperature)

@@ -137,6 +137,21 @@ def test_mistakes_are_one_message_and_leave_nothing(
     assert left_behind() == []
 
 
+def test_a_diverged_run_still_reports(capsys: pytest.CaptureFixture[str]) -> None:
+    got, err = train(capsys, "--steps", "2", "--dtype", "fp32", "--lr", "1e30")
+    assert "tiered: the loss is not finite" in err
+    assert err.count("no sample") == 1
+    assert "Traceback" not in err
+    assert len(got["losses"]) == 2
+    assert got["losses"][0] == pytest.approx(5.6, abs=0.3)
+    assert got["losses"][1] is None
+    assert got["held_out"]["before"] > 5
+    assert got["held_out"]["after"] is None
+    assert got["sample"] == {"prompt": "", "text": ""}
+    assert got["median_step"]["step_s"] > 0
+    assert left_behind() == []
+
+
 def test_an_unknown_config_key_is_named_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     Path("../config.json").write_text(json.dumps({"tiers": {"host_byte": 1}}))
     _, err = train(capsys, "--config", "../config.json", code=2)
