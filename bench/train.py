@@ -33,9 +33,11 @@ from lamina.bench.train_report import (
 )
 from lamina.bench.train_result import result
 from lamina.engine import TrainingEngine, initialize
+from lamina.tiers.memory import read_memory_limits
 
 HELD_OUT_BATCHES = 8
 PROMPT_BYTES = 64
+FP32_BYTES = 4
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -48,6 +50,7 @@ def main(arguments: Sequence[str]) -> int:
         check_writable(Path(options.trace), option="--trace")
     corpus = Corpus.load(options.text)
     corpus.require(run.shape.seq)
+    require_memory(run)
     with Interrupt() as interrupt, contextlib.ExitStack() as stack:
         machine = report.machine()
         describe_run(report, run, corpus.source, len(corpus.text))
@@ -78,6 +81,18 @@ def refuse_comparison(run: TrainingRun) -> None:
     kind = run.config["optimizer"].get("type")
     if kind != "AdamW":
         raise ValueError(f"--compare knows the optimizer AdamW, and the config says {kind!r}")
+
+
+def require_memory(run: TrainingRun) -> None:
+    """MemoryError unless the model can be built, which is done in fp32 and in memory before its state moves away."""
+    needed = FP32_BYTES * run.shape.num_params
+    free, limit = read_memory_limits().allowance()
+    if needed > free:
+        raise MemoryError(
+            f"the model of {run.shape.num_params:,} parameters (--layers {run.shape.layers}, --dim {run.shape.dim}) "
+            f"needs {needed:,} bytes of memory while it is built, and there are {free:,} ({limit}): "
+            "choose fewer --layers or a smaller --dim"
+        )
 
 
 def check_writable(path: Path, *, option: str) -> None:

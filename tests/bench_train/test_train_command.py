@@ -152,6 +152,22 @@ def test_a_diverged_run_still_reports(capsys: pytest.CaptureFixture[str]) -> Non
     assert left_behind() == []
 
 
+def test_a_model_beyond_all_memory_is_refused_before_it_is_built(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def build(shape: object) -> None:
+        raise AssertionError("built")
+
+    monkeypatch.setattr("lamina.bench.train.GPT", build)
+    _, err = train(capsys, "--dim", "100000000", code=1)
+    # 3 blocks of 12 dim**2 + 4 dim, two tables of 256 rows, 32 positions, the last norm; 4 bytes each
+    params = 3 * (12 * 10**16 + 4 * 10**8) + (2 * 256 + 32 + 2) * 10**8
+    assert f"needs {4 * params:,} bytes" in err
+    assert "there are " in err
+    assert len(err.strip().splitlines()) == 1
+    assert left_behind() == []
+
+
 def test_an_unknown_config_key_is_named_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     Path("../config.json").write_text(json.dumps({"tiers": {"host_byte": 1}}))
     _, err = train(capsys, "--config", "../config.json", code=2)
