@@ -13,7 +13,8 @@ from lamina.tiers import DiskSpeed, Spans, probe_disk
 from lamina.tiers.probe import PROBE_BYTES
 from lamina.zero import Ranks, ZeroOptions, ZeroRuntime
 from lamina.zero.checkpoint_target import refresh_homes
-from lamina.zero.whole_state_dict import guard_state_dict, is_placeholder
+from lamina.zero.closed_forward import allow_forward, refuse_forward
+from lamina.zero.whole_state_dict import guard_state_dict
 
 from .arguments import config_of, join_ranks, place_among_ranks, refuse_arguments
 from .checkpoint.progress import resume_generation
@@ -25,6 +26,7 @@ from .monitors import open_monitors
 from .optimizer_choice import choose_optimizer
 from .plan_text import plan_text
 from .training import TrainingEngine
+from .usable_module import require_usable
 from .zero_options import check_paths, zero_options
 
 MIN_PROBE_BYTES = 1 << 20
@@ -70,7 +72,8 @@ def initialize(
     the others before that is an error.
 
     Raises ConfigError (all problems of the config at once), PlacementError (budgets that cannot work, with the sum),
-    StoreError (folders), TypeError (parameters that cannot be trained). Nothing is left behind when it raises.
+    StoreError (folders), TypeError (parameters that cannot be trained), ValueError (parameters without values, or of
+    another engine). Nothing is left behind when it raises.
     """
     if not isinstance(model, nn.Module):
         hint = "; DeepSpeed's first argument is passed as args=" if hasattr(model, "__dict__") else ""
@@ -80,7 +83,8 @@ def initialize(
     join_ranks(dist_init_required, distributed_port)
     rank, world_size = place_among_ranks()
     settings = EngineConfig.load(source, world_size=world_size, resolve=_model_facts(model))
-    _refuse_placeholders(model)
+    require_usable(model)
+    allow_forward(model)
     choice = choose_optimizer(settings, optimizer, model_parameters, model)
     options = zero_options(settings, choice, resume=resume)
     check_paths(settings)
@@ -89,6 +93,7 @@ def initialize(
         undo.callback(monitors.close)
         device = options.accelerator.device if options.accelerator is not None else None
         ranks = Ranks.of_process(device, timedelta(seconds=timeout_s))
+        undo.callback(refuse_forward, model)
         runtime = ZeroRuntime(model, choice.params, options, ranks=ranks, spans=Spans(enabled=trace))
         undo.callback(runtime.close)
         guard_state_dict(model)
@@ -120,14 +125,6 @@ def _model_facts(model: nn.Module) -> dict[str, Any]:
     """What "auto" may be resolved from."""
     hidden = getattr(getattr(model, "config", None), "hidden_size", None)
     return {"hidden_size": hidden} if isinstance(hidden, int) else {}
-
-
-def _refuse_placeholders(model: nn.Module) -> None:
-    gone = [name for name, parameter in model.named_parameters() if is_placeholder(parameter)]
-    if gone:
-        raise ValueError(
-            f"{len(gone)} parameters, {gone[0]} first, are placeholders of an engine that was closed: build the model anew"
-        )
 
 
 def _scaler(settings: EngineConfig) -> LossScaler:

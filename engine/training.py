@@ -14,6 +14,7 @@ from torch import nn
 from lamina.tiers import DiskSpeed
 from lamina.zero import ClientOptimizer, TieredAdam, ZeroRuntime
 from lamina.zero.checkpoint_target import refresh_homes
+from lamina.zero.closed_forward import refuse_forward
 
 from .checkpoint.loading import LoadReport
 from .checkpoint.progress import generation_meta
@@ -436,6 +437,7 @@ class TrainingEngine(EnginePersistence, EngineFace):
                 self._signals.restore()
             self._monitors.close()
             self.runtime.close()
+            refuse_forward(self.module)
 
     def _stop(self, save_dir: str | os.PathLike[str] | None) -> None:
         """After a stop signal, between two steps."""
