@@ -118,8 +118,11 @@ def finish(partial: str, save_dir: str, tag: str, *, latest: bool) -> str:
 
 
 def write_latest(save_dir: str, tag: str) -> None:
-    temporary = os.path.join(save_dir, f".{LATEST}.{secrets.token_hex(4)}")
-    with open(temporary, "x", encoding="utf-8") as file:
+    temporary = os.path.join(
+        save_dir, f".{LATEST}.tmp"
+    )  # one name: what a kill leaves is written over by the next save
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
+    with open(os.open(temporary, flags, 0o600), "w", encoding="utf-8") as file:
         file.write(tag)
         file.flush()
         os.fsync(file.fileno())
