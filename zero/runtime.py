@@ -17,6 +17,7 @@ from lamina.tiers import (
     StoreError,
     Tier,
 )
+from lamina.tiers.memory import check_budget, read_memory_limits
 
 from .access import claim, disclaim
 from .away import is_away
@@ -75,6 +76,7 @@ class ZeroRuntime:
             segment.client = options.client is not None
         for segment in self.segments:
             self._settle(segment, self.placement.homes[segment.name])
+        self._check_memory()
         self.device = self._arena(Tier.DEVICE, options.budgets.device_bytes, self.placement.device_bytes)
         self.host = self._arena(Tier.HOST, options.budgets.host_bytes, self.placement.host_bytes)
         if options.accelerator is not None:
@@ -165,6 +167,18 @@ class ZeroRuntime:
     def _settle(self, segment: Segment, home: Home) -> None:
         segment.param_tier, segment.state_tier = home.param, home.state
         segment.in_place = segment.persistent or home.param in self.options.wishes.in_place_tiers
+
+    def _check_memory(self) -> None:
+        """Refuse budgets (or needs, where there is no budget) beyond what this process can have. Raises BudgetError."""
+        budgets, placement = self.options.budgets, self.placement
+        wanted = {Tier.HOST: placement.host_bytes if budgets.host_bytes is None else budgets.host_bytes}
+        if self.options.accelerator is None:
+            wanted[Tier.DEVICE] = placement.device_bytes if budgets.device_bytes is None else budgets.device_bytes
+        keys = " + ".join(f"tiers.{tier}_bytes" for tier, nbytes in wanted.items() if nbytes)
+        # The module's own parameters move into the tiers: their memory counts as had already.
+        held = sum(p.nbytes for p in self.module.parameters() if p.device.type == "cpu")
+        total = sum(wanted.values())
+        check_budget(keys, total, read_memory_limits(), already_held=min(held, total))
 
     def _arena(self, tier: Tier, budget: int | None, needed: int) -> Arena:
         nbytes = needed if budget is None else budget

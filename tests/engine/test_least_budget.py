@@ -8,7 +8,7 @@ import torch
 from small_model import batch, build, differences, on_nvme, settings, train_with_engine, train_with_torch
 
 from lamina.engine import initialize
-from lamina.tiers import PlacementError
+from lamina.tiers import BudgetError, PlacementError
 
 SHAPE = {"width": 96, "hidden": 160, "blocks": 5, "vocab": 640}  # the tied embedding is larger than a block
 
@@ -37,3 +37,13 @@ def test_training_goes_on_after_a_forward_in_inference_mode(param: str, tmp_path
             engine.step()
             losses.append(loss.item())
     assert losses == train_with_torch(steps=3)[0]
+
+
+@pytest.mark.parametrize("key", ["host_bytes", "device_bytes"])
+def test_a_budget_beyond_the_machine_is_refused_with_the_numbers(key: str, tmp_path: Path) -> None:
+    config = settings(**on_nvme(tmp_path / "nvme", **{key: 1 << 50}))
+    with pytest.raises(
+        BudgetError, match=rf"tiers\.{key}.*1,125,\d{{3}},\d{{3}},\d{{3}},\d{{3}} bytes.*more can be had"
+    ):
+        initialize(build(), config=config)
+    assert list(tmp_path.iterdir()) == []
