@@ -20,7 +20,9 @@ if has_liburing():
 elif os.environ.get("LAMINA_REQUIRE_URING") == "1":
     sys.exit("LAMINA_REQUIRE_URING=1 but liburing >= 2.3 was not found: apt-get install liburing-dev pkg-config")
 else:
-    print("lamina: liburing >= 2.3 not found (apt-get install liburing-dev pkg-config): threads backend only",
-          file=sys.stderr)
+    print(
+        "lamina: liburing >= 2.3 not found (apt-get install liburing-dev pkg-config): threads backend only",
+        file=sys.stderr,
+    )
 
 setup(cffi_modules=modules)

@@ -6,7 +6,6 @@ from small_model import batch, build, differences, on_nvme, settings, train_with
 
 from lamina.engine import initialize
 
-
 STEPS = 5
 
 
