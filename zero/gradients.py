@@ -153,6 +153,9 @@ class GradientPlane:
     def leave_memory(self) -> None:
         """The scratch file has the values: give the memory back."""
         self.spilled, self._flat = True, None
+        self._return_block()
+
+    def _return_block(self) -> None:
         if self._block is not None:
             self._give_back(self._block)
             self._block = None
@@ -165,9 +168,7 @@ class GradientPlane:
         self.arrived.clear()
         self.fresh.clear()
         self.edited = False
-        if self._block is not None:
-            self._give_back(self._block)
-            self._block = None
+        self._return_block()
 
 
 class Gradients:
