@@ -11,6 +11,7 @@ from lamina.tiers import Budgets, NvmePath, Tier, Wishes
 from lamina.tiers.gpu import Accelerator
 from lamina.tiers.nvme.folder import user_name
 from lamina.zero import ZeroOptions
+from lamina.zero.grouping import Grouping, LeafModules
 
 from .config import ConfigError, EngineConfig
 from .optimizer_choice import OptimizerChoice
@@ -56,6 +57,7 @@ def zero_options(
     if problems:
         raise ConfigError(problems)
     dtype = TORCH_DTYPE[settings.compute_dtype]
+    leaves = settings.zero_optimization.leaf_module
     return ZeroOptions(
         accelerator=accelerator,
         stage=settings.zero_optimization.stage,
@@ -71,6 +73,11 @@ def zero_options(
         keep_state=tiers.keep_state,
         resume=resume,
         client=choice.client,
+        persistence_threshold=_persistence_threshold(settings),
+        persistent_numel=settings.zero_optimization.stage3_model_persistence_threshold,
+        grouping=Grouping(
+            leaves=LeafModules(classes=leaves.classes, names=leaves.names, name_suffixes=leaves.name_suffixes)
+        ),
         lookahead=_lookahead(settings),
         clip_norm=settings.gradient_clipping,
         adam=choice.adam,
@@ -82,6 +89,12 @@ def zero_options(
             num_threads=max(IO_THREADS, settings.aio.intra_op_parallelism),
         ),
     )
+
+
+def _persistence_threshold(settings: EngineConfig) -> int:
+    """Below stage 3 every rank has all parameters anyway."""
+    zero = settings.zero_optimization
+    return zero.stage3_param_persistence_threshold or 0 if zero.stage == 3 else 0
 
 
 def _lookahead(settings: EngineConfig) -> int:

@@ -17,11 +17,12 @@ from .segmenting import make_groups
 def fit_groups(module: nn.Module, options: ZeroOptions, ranks: Ranks) -> tuple[list[ParamGroup], Placement]:
     """Raises PlacementError, with the sum and the largest parameter, when no grouping fits the budgets."""
     chooser = options.grouping.chooser(module)
+    options.grouping.leaves.require_present(module)
     refusal: PlacementError | None = None
     groups: list[ParamGroup] = []
     seen: set[tuple[tuple[str, int], ...]] = set()
     for limits in options.grouping.limits.finer():
-        specs = find_groups(module, is_block=chooser, **vars(limits))
+        specs = find_groups(module, is_block=chooser, leaves=options.grouping.leaves, **vars(limits))
         shape = tuple((spec.name, len(spec.parameters)) for spec in specs)
         if shape in seen:
             continue
@@ -34,6 +35,7 @@ def fit_groups(module: nn.Module, options: ZeroOptions, ranks: Ranks) -> tuple[l
             ranks=ranks,
             device=options.accelerator,
             persistence_threshold=options.persistence_threshold,
+            persistent_numel=options.persistent_numel,
         )
         try:
             return groups, place(
@@ -47,7 +49,7 @@ def fit_groups(module: nn.Module, options: ZeroOptions, ranks: Ranks) -> tuple[l
             refusal = error
         if not options.grouping.automatic:
             break
-    raise PlacementError(f"{refusal}{_largest_parameter(groups)}") from refusal
+    raise PlacementError(f"{refusal}{_persistent(groups)}{_largest_parameter(groups)}") from refusal
 
 
 def segment_size(segment: Segment, options: ZeroOptions, ranks: Ranks) -> SegmentSize:
@@ -79,6 +81,17 @@ def _used_at_once(module: nn.Module, specs: Sequence[GroupSpec]) -> Iterator[lis
         if own:
             yield used
         stack += [(child, used) for child in part.children()]
+
+
+def _persistent(groups: Sequence[ParamGroup]) -> str:
+    """A sentence about what was asked to stay on the device tier."""
+    nbytes = sum(s.nbytes for group in groups for s in group.segments if s.persistent)
+    if not nbytes:
+        return ""
+    return (
+        f". Of these, {nbytes:,} bytes are parameters that stay whole in device memory for their size "
+        f"(zero_optimization.stage3_param_persistence_threshold) or their integers"
+    )
 
 
 def _largest_parameter(groups: Sequence[ParamGroup]) -> str:

@@ -34,12 +34,50 @@ class GroupLimits:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LeafModules:
+    """Modules that are blocks wherever they are and are never split: by class name (bare, or with its module's path), by
+    module name, or by the end of the module name."""
+
+    classes: Sequence[str] = ()
+    names: Sequence[str] = ()
+    name_suffixes: Sequence[str] = ()
+
+    def includes(self, name: str, module: nn.Module) -> bool:
+        kind = type(module)
+        return (
+            kind.__name__ in self.classes
+            or f"{kind.__module__}.{kind.__qualname__}" in self.classes
+            or name in self.names
+            or any(name == suffix or name.endswith(f".{suffix}") for suffix in self.name_suffixes)
+        )
+
+    def require_present(self, module: nn.Module) -> None:
+        """Raises ValueError, naming it, for an entry that no module of the model answers to."""
+        for kind, entries in vars(self).items():
+            for entry in entries:
+                alone = LeafModules(**{kind: (entry,)})
+                if not any(alone.includes(name, part) for name, part in module.named_modules()):
+                    raise ValueError(
+                        f"zero_optimization.leaf_module.{kind}: no module of the model is {entry!r}: "
+                        f"{self._known(kind, module)}"
+                    )
+
+    @staticmethod
+    def _known(kind: str, module: nn.Module) -> str:
+        if kind == "classes":
+            return f"it has {', '.join(sorted({type(part).__name__ for part in module.modules()}))}"
+        return "write a name as model.named_modules() gives it, or the end of one from a dot on"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Grouping:
-    """How groups are found: by the automatic rule, or blocks by class name (unqualified), or by a function of (name, module)."""
+    """How groups are found: by the automatic rule, or blocks by class name (unqualified), or by a function of (name, module);
+    with any of these, ``leaves`` are blocks too."""
 
     limits: GroupLimits = field(default_factory=GroupLimits)
     block_classes: Sequence[str] = ()
     is_block: Callable[[str, nn.Module], bool] | None = None
+    leaves: LeafModules = field(default_factory=LeafModules)
 
     @property
     def automatic(self) -> bool:
@@ -78,12 +116,13 @@ def find_groups(
     large_numel: int = LARGE_NUMEL,
     huge_numel: int = HUGE_NUMEL,
     is_block: Callable[[str, nn.Module], bool] | None = None,
+    leaves: LeafModules | None = None,
 ) -> list[GroupSpec]:
     """Groups in module order; ``is_block`` chooses blocks by (name, module) instead of the automatic rule."""
     owner_of: dict[int, str] = {}
     names: dict[int, str] = {}
     parameters: dict[int, nn.Parameter] = {}
-    blocks = list(_blocks(module, is_block, huge_numel))
+    blocks = list(_blocks(module, is_block, huge_numel, leaves or LeafModules()))
     for block_name, block in blocks:
         for name, parameter in block.named_parameters(prefix=block_name):
             owner_of.setdefault(id(parameter), block_name)
@@ -107,16 +146,17 @@ def find_groups(
 
 
 def _blocks(
-    module: nn.Module, is_block: Callable[[str, nn.Module], bool] | None, huge_numel: int
+    module: nn.Module, is_block: Callable[[str, nn.Module], bool] | None, huge_numel: int, leaves: LeafModules
 ) -> Iterable[tuple[str, nn.Module]]:
-    """Outermost blocks, huge ones replaced by the blocks (or children with parameters) inside them."""
+    """Outermost blocks, huge ones replaced by the blocks (or children with parameters) inside them; leaves stay whole."""
     stack: list[tuple[str, nn.Module, bool]] = [("", module, False)]
     while stack:
         name, part, is_child_of_list = stack.pop()
         numel = sum(parameter.numel() for parameter in part.parameters())
-        chosen = is_block(name, part) if is_block else is_child_of_list
+        leaf = leaves.includes(name, part)
+        chosen = leaf or (is_block(name, part) if is_block else is_child_of_list)
         if chosen and numel and name:
-            if numel <= huge_numel or not any(True for _ in part.children()):
+            if leaf or numel <= huge_numel or not any(True for _ in part.children()):
                 yield name, part
                 continue
             children_are_blocks = True

@@ -26,7 +26,8 @@ class ZeroOptions:
     compute_dtype: torch.dtype | None = None  # None: leave the model's own dtypes
     grad_dtype: torch.dtype | None = None  # None: the compute dtype
     trains: bool = True  # False: forward only, nothing but the parameters is kept
-    persistence_threshold: int = 0  # parameters of up to so many elements stay whole in memory
+    persistence_threshold: int = 0  # parameters of up to so many elements stay whole in memory,
+    persistent_numel: int = 2**63 - 1  # but no more elements than this in all
     grouping: Grouping = field(default_factory=Grouping)
     budgets: Budgets = field(default_factory=Budgets)
     wishes: Wishes = field(default_factory=Wishes)

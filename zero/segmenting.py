@@ -24,11 +24,13 @@ def make_groups(
     ranks: Ranks,
     device: Accelerator | None,
     persistence_threshold: int = 0,
+    persistent_numel: int = 2**63 - 1,
 ) -> list[ParamGroup]:
     """Raises TypeError, naming them, for parameters whose dtype cannot be trained.
 
-    Parameters of up to ``persistence_threshold`` elements stay whole in memory, and so do those of integers, for whose
-    absence no placeholder can stand (there is no NaN among them).
+    Parameters of up to ``persistence_threshold`` elements stay whole in memory, in order as long as they are no more than
+    ``persistent_numel`` elements in all, and so do those of integers, for whose absence no placeholder can stand (there is
+    no NaN among them).
     """
     if trains:
         _refuse_unsupported(specs)
@@ -38,7 +40,9 @@ def make_groups(
         for name, parameter in spec.parameters:
             dtype = compute_dtype if compute_dtype and parameter.is_floating_point() else parameter.dtype
             has_nan = dtype.is_floating_point or dtype.is_complex
-            persistent = not has_nan or 0 < parameter.numel() <= persistence_threshold
+            small = 0 < parameter.numel() <= min(persistence_threshold, persistent_numel)
+            persistent_numel -= parameter.numel() if small else 0
+            persistent = small or not has_nan
             kinds.setdefault((dtype, parameter.requires_grad and trains, persistent), []).append((name, parameter))
         segments = [
             _segment(

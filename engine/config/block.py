@@ -36,6 +36,16 @@ AbsolutePath = Annotated[str, BeforeValidator(_absolute)]
 """A path, made absolute once against the working directory of the moment; `~` is expanded."""
 
 
+def _names(value: Any) -> Any:
+    if not isinstance(value, list | tuple) or not all(isinstance(name, str) and name for name in value):
+        raise ValueError(f"want a list of names, got {value!r}")
+    return tuple(value)
+
+
+Names = Annotated[tuple[str, ...], BeforeValidator(_names)]
+"""Names, written as a JSON list of strings."""
+
+
 def _pair(value: Any) -> Any:
     if not isinstance(value, list | tuple) or len(value) != 2:
         raise ValueError(f"want a list of two numbers, got {value!r}")

@@ -167,13 +167,6 @@ HINTS: tuple[Key, ...] = (
     _hint("zero_optimization.enable_sanity_checks", "checks are always on", bool),
     _hint("zero_optimization.sub_group_prefetch", "sub-groups are always read ahead", bool),
     *_hint_block(
-        "zero_optimization.leaf_module",
-        "groups are found from the model",
-        classes=list,
-        names=list,
-        name_suffixes=list,
-    ),
-    *_hint_block(
         "flops_profiler",
         _PROFILER,
         enabled=bool,

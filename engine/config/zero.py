@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from lamina.engine.config.block import AbsolutePath, Block, hint
+from lamina.engine.config.block import AbsolutePath, Block, Names, hint
 from lamina.engine.config.quantities import Count, PositiveCount
 
 OffloadDevice = Literal["none", "cpu", "nvme"]
@@ -51,6 +51,14 @@ class OffloadOptimizerConfig(Block):
     )
 
 
+class LeafModuleConfig(Block):
+    """Modules whose parameters are always fetched together, whatever lies inside them (a mixture of experts, say)."""
+
+    classes: Names = Field(default=(), description="class names, bare or with their module's path")
+    names: Names = Field(default=(), description="module names as in named_modules()")
+    name_suffixes: Names = Field(default=(), description="ends of module names, mlp.experts say")
+
+
 class ZeroConfig(Block):
     """Partitioning of state over ranks, and offload."""
 
@@ -78,12 +86,14 @@ class ZeroConfig(Block):
         default=50_000_000,
         description="0: nothing is fetched ahead; else tiers.lookahead and the budget decide how much",
     )
-    stage3_param_persistence_threshold: Count = hint(
-        100_000, "small parameters are joined into groups, and no parameter is kept whole for its size"
+    stage3_param_persistence_threshold: Count | None = Field(
+        default=None,
+        description="parameters of up to so many elements stay whole in device memory at stage 3; null: none for their size",
     )
-    stage3_model_persistence_threshold: Count = hint(
-        2**63 - 1, "small parameters are joined into groups, and no parameter is kept whole for its size"
+    stage3_model_persistence_threshold: Count = Field(
+        default=2**63 - 1, description="elements that stage3_param_persistence_threshold may keep in all"
     )
+    leaf_module: LeafModuleConfig = LeafModuleConfig()
     stage3_gather_16bit_weights_on_model_save: bool = hint(
         False, "save_16bit_model() and save_pretrained() always write whole weights"
     )

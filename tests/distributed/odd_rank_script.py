@@ -1,6 +1,5 @@
 """Run by torchrun: odd models in several placements on every rank; rank 0 prints what differs as JSON on the last line."""
 
-import dataclasses
 import json
 import sys
 from collections.abc import Callable
@@ -15,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "zero_models"))
 from both_ways import DECAY, LR, built, call, memory, nvme
 from odd_models import MODELS, tokens
 
-from lamina.engine import building, initialize
+from lamina.engine import initialize
 from lamina.zero import Init, get_full
 
 STEPS = 3
@@ -41,16 +40,8 @@ def train(build: Build, config: dict[str, Any]) -> dict[str, torch.Tensor]:
 
 def train_keeping_small_parameters(build: Build, config: dict[str, Any]) -> dict[str, torch.Tensor]:
     """With parameters of up to 64 elements whole on every rank."""
-    before = building.zero_options
-
-    def zero_options(*args: Any, **options: Any) -> Any:
-        return dataclasses.replace(before(*args, **options), persistence_threshold=64)
-
-    building.zero_options = zero_options
-    try:
-        return train(build, config)
-    finally:
-        building.zero_options = before
+    zero = config["zero_optimization"] | {"stage3_param_persistence_threshold": 64}
+    return train(build, config | {"zero_optimization": zero})
 
 
 def under_init(build: Build) -> Build:

@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from small_model import batch, build, on_nvme, settings
 
 from lamina.engine import ConfigError, initialize
 from lamina.engine.config import KEYS, Status
+from lamina.tiers import PlacementError
 
 SMALL = {"width": 16, "hidden": 32, "blocks": 2}
 
@@ -117,6 +119,128 @@ def test_every_key_without_an_effect_says_so() -> None:
         if not key.path.startswith(("optimizer.params.", "scheduler.params."))
     ]
     assert silent == []
+
+
+def zero(**keys: Any) -> dict[str, Any]:
+    return {"zero_optimization": {"stage": 3, **keys}}
+
+
+def homes(**keys: Any) -> set[tuple[str, str]]:
+    segments = train(0, **zero(**keys)).runtime.segments
+    return {(str(s.param_tier), str(s.state_tier)) for s in segments}
+
+
+def nvme_paths(**keys: Any) -> list[str]:
+    return [Path(entry.path).name for entry in train(0, **zero(**keys)).runtime.options.nvme]
+
+
+def sub_group(**keys: Any) -> int:
+    config = settings(**zero(**keys))
+    with initialize(build(width=512, hidden=2048, blocks=1), config=config)[0] as engine:
+        return int(engine.runtime.placement.sub_group_numel)
+
+
+def whole_ones(**keys: Any) -> list[str]:
+    """Parameters that compute can use at once although the others are on nvme."""
+    nvme = {"offload_param": {"device": "nvme", "nvme_path": "here"}}
+    segments = train(0, **zero(**nvme, **keys)).runtime.segments
+    return [slot.name for s in segments if s.in_place for slot in s.layout.slots]
+
+
+class Mixed(torch.nn.Module):
+    """Nothing in it is a block of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(128, 128)
+        self.experts = torch.nn.ModuleDict({"a": torch.nn.Linear(128, 128), "b": torch.nn.Linear(128, 128)})
+
+
+def groups(**leaf_module: list[str]) -> list[str]:
+    with initialize(Mixed(), config=settings(**zero(leaf_module=leaf_module)))[0] as engine:
+        return [group.name for group in engine.runtime.groups]
+
+
+def unused(**keys: Any) -> str:
+    """The error of a step in which only one of two layers was used."""
+    model = torch.nn.ModuleDict({"used": torch.nn.Linear(4, 1), "unused": torch.nn.Linear(4, 1)})
+    model.forward = lambda x: model["used"](x).sum()
+    with initialize(model, config=settings(**zero(**keys)))[0] as engine:
+        engine.backward(engine(torch.ones(2, 4)))
+        try:
+            engine.step()
+        except RuntimeError as error:
+            return str(error)
+    return ""
+
+
+def refusal(**keys: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        train(0, **zero(**keys))
+    return str(caught.value)
+
+
+NVME = {"device": "nvme", "nvme_path": "here"}
+LEAF = ["(root)", "experts"]
+ZERO_KEYS: dict[str, tuple[Callable[[], Any], Any]] = {
+    "stage": (lambda: [train(0, **zero(stage=s)).runtime.options.stage for s in range(4)], [0, 1, 2, 3]),
+    "offload_param.device": (lambda: homes(offload_param={"device": "cpu"}), {("host", "device")}),
+    "offload_param.nvme_path": (lambda: nvme_paths(offload_param=NVME), ["here"]),
+    "offload_optimizer.device": (lambda: homes(offload_optimizer={"device": "cpu"}), {("device", "host")}),
+    "offload_optimizer.nvme_path": (lambda: nvme_paths(offload_optimizer=NVME), ["here"]),
+    "offload_optimizer.ratio": (
+        lambda: "write 1.0" in refusal(offload_optimizer={"device": "cpu", "ratio": 0.5}),
+        True,
+    ),
+    "sub_group_size": (  # without it: the whole of the largest segment
+        lambda: [sub_group(offload_optimizer=NVME, **more) for more in ({}, {"sub_group_size": 1 << 20})],
+        [2_100_736, 1 << 20],
+    ),
+    "stage3_prefetch_bucket_size": (
+        lambda: train(0, **zero(stage3_prefetch_bucket_size=0)).runtime.executor.lookahead,
+        0,
+    ),
+    "stage3_param_persistence_threshold": (
+        lambda: [whole_ones(), whole_ones(stage3_param_persistence_threshold=16)],
+        [[], [f"blocks.{i}.{name}" for i in (0, 1) for name in ("norm.weight", "norm.bias", "down.bias")]],
+    ),
+    "stage3_model_persistence_threshold": (
+        lambda: whole_ones(stage3_param_persistence_threshold=16, stage3_model_persistence_threshold=40),
+        ["blocks.0.norm.weight", "blocks.0.norm.bias"],
+    ),
+    "leaf_module.classes": (lambda: [groups(), groups(classes=["ModuleDict"])], [["(root)"], LEAF]),
+    "leaf_module.names": (lambda: groups(names=["experts"]), LEAF),
+    "leaf_module.name_suffixes": (lambda: groups(name_suffixes=["experts"]), LEAF),
+    "ignore_unused_parameters": (
+        lambda: [unused(), unused(ignore_unused_parameters=False)[:43]],
+        ["", "no gradient for unused.weight, unused.bias "],
+    ),
+}
+
+
+@pytest.mark.parametrize("key", ZERO_KEYS)
+def test_every_key_of_zero_optimization_does_what_it_says(
+    key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    observe, wanted = ZERO_KEYS[key]
+    assert observe() == wanted
+
+
+def test_no_key_of_zero_optimization_is_left_out_of_the_table() -> None:
+    path = "zero_optimization."
+    listed = {
+        key.path.removeprefix(path)
+        for key in KEYS.values()
+        if key.status is Status.IMPLEMENTED and not key.is_block and key.path.startswith(path)
+    }
+    assert listed == set(ZERO_KEYS)
+
+
+def test_small_parameters_that_do_not_fit_are_refused_with_their_key() -> None:
+    zero_block = zero(offload_param={"device": "nvme"}, stage3_param_persistence_threshold=10**6)
+    with pytest.raises(PlacementError, match=r"stay whole in device memory for their size .*persistence_threshold"):
+        train(0, **zero_block, tiers={"nvme": ["x"], "device_bytes": 8192})
 
 
 # -- folders -----------------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from lamina.zero.grouping import Grouping, GroupLimits, find_groups
+from lamina.zero.grouping import Grouping, GroupLimits, LeafModules, find_groups
 
 
 class Block(nn.Module):
@@ -81,3 +81,35 @@ def test_blocks_can_be_chosen_by_class_name() -> None:
     assert [group.name for group in find_groups(model, is_block=chooser, tiny_numel=1)] == ["a", "b", "(root)"]
     with pytest.raises(ValueError, match="no module is a Blok"):
         Grouping(block_classes=("Blok",)).chooser(model)
+
+
+@pytest.mark.parametrize(
+    "leaves",
+    [
+        LeafModules(classes=("Block",)),
+        LeafModules(classes=(f"{Block.__module__}.Block",)),
+        LeafModules(names=("blocks.0", "blocks.1", "blocks.2")),
+        LeafModules(name_suffixes=("0", "1", "2")),
+    ],
+)
+def test_leaf_modules_stay_whole_at_the_finest_limits(leaves: LeafModules) -> None:
+    model = Model()
+    leaves.require_present(model)
+    finest = list(GroupLimits().finer())[-1]
+    groups = find_groups(model, leaves=leaves, **vars(finest))
+    assert [group.name for group in groups] == ["embed", "blocks.0", "blocks.1", "blocks.2", "head"]
+
+
+def test_a_leaf_outside_the_blocks_is_a_group_and_the_automatic_rule_goes_on() -> None:
+    model = Model()
+    model.experts = nn.ModuleDict({"a": nn.Linear(64, 64), "b": nn.Linear(64, 64)})
+    groups = names(model, tiny_numel=1, leaves=LeafModules(names=("experts",)))
+    assert list(groups) == ["(root)", "blocks.0", "blocks.1", "blocks.2", "experts"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "known"), [("classes", "it has Block"), ("names", "named_modules"), ("name_suffixes", "dot")]
+)
+def test_a_leaf_that_is_not_there_is_refused_by_name(kind: str, known: str) -> None:
+    with pytest.raises(ValueError, match=rf"leaf_module\.{kind}: no module of the model is 'Blok': .*{known}"):
+        LeafModules(**{kind: ("Blok",)}).require_present(Model())
