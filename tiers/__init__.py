@@ -5,10 +5,11 @@ from .bandwidth import BandwidthModel, Curve, Link, Measured
 from .choice import Choice, Explanation, PlacementQuestion, choose, explain
 from .errors import BudgetError, IntegrityError, LayoutError, LockedError, SpaceError, StoreError
 from .executor import Executor
+from .homes import Budgets, Home, SegmentSize, Wishes
 from .nvme.handle import TransferHandle
 from .nvme.store import GenerationInfo, GenerationStore
 from .nvme.transaction import Transaction
-from .placement import Budgets, Home, Placement, PlacementError, SegmentSize, Wishes, place
+from .placement import Placement, PlacementError, place
 from .plan import Action, Verb, format_plan, parse_plan
 from .probe import DiskSpeed, probe_disk
 from .replan import Replanner, Revision

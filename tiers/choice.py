@@ -5,7 +5,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from .bandwidth import DISK, BandwidthModel
-from .placement import Budgets, Placement, PlacementError, SegmentSize, Wishes, place
+from .homes import Budgets, SegmentSize, Wishes
+from .placement import Placement, PlacementError, place
 from .simulate import Simulation, simulate
 from .step_model import ComputeTimes, StepModel, model_step
 from .tier import Tier

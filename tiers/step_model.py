@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from .placement import ALIGN, Home, Placement, SegmentSize
+from .homes import Home, SegmentSize
+from .placement import Placement
 from .tier import Tier
 from .trace import Access
 
@@ -171,7 +172,7 @@ def model_step(
     for segment in _in_update_order(segments):
         home = placement.homes[segment.name]
         early = overlap_update and home.state is Tier.NVME and not separate_device
-        after, gradient = None, _page(segment.shard_numel * segment.grad_itemsize)
+        after, gradient = None, segment.shard_bytes(segment.grad_itemsize)
         if not early or retain_gradients:
             kept_gradients += gradient
             gradient = 0
@@ -219,7 +220,7 @@ def _groups(
         shard = segment.shard_numel * segment.param_itemsize
         groups[segment.group] = replace(
             before,
-            window_bytes=before.window_bytes + _page(segment.full_numel * segment.param_itemsize),
+            window_bytes=before.window_bytes + segment.full_bytes,
             read_bytes=before.read_bytes + (shard if tier is Tier.NVME else 0),
             up_bytes=before.up_bytes + (shard if separate_device else 0),
         )
@@ -265,7 +266,3 @@ def _sub_groups(segment: SegmentSize, home: Home, numel: int, adam_rate: float) 
         SubGroup(read_bytes=size * read, param_bytes=size * param, write_bytes=size * write, adam_s=size / adam_rate)
         for size in (end - begin for begin, end in pairwise(cuts))
     )
-
-
-def _page(nbytes: int) -> int:
-    return -(-nbytes // ALIGN) * ALIGN
