@@ -3,14 +3,16 @@
 import os
 import shutil
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from store_samples import FROZEN, SHARDS, State, random_state, rank_folder, read_all, write_all
 
 from lamina.aio_native import AsyncIO
-from lamina.tiers.errors import IntegrityError, LayoutError, StoreError
+from lamina.tiers.errors import IntegrityError, LayoutError, StorageFault, StoreError
 from lamina.tiers.nvme.pin import unpin
 from lamina.tiers.nvme.pinned_reader import PinnedReader
 from lamina.tiers.nvme.store import GenerationStore
@@ -324,3 +326,123 @@ def test_an_older_generation_can_be_had_back(tmp_path: Path, open_store: Open) -
     write_all(store, state, 3)
     store.close()
     assert read_all(open_store(generations=3)) == state
+
+
+class SlowDisk:
+    """An engine whose fsync is done when the test says so (or fails with `error`)."""
+
+    def __init__(self, io: AsyncIO, error: OSError | None = None) -> None:
+        self._io = io
+        self.release = threading.Event()
+        self.error = error
+        self.syncs = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._io, name)
+
+    def fsync(self, file: Any, **options: Any) -> Any:
+        self.syncs += 1
+        return SlowSync(self, self._io.fsync(file, **options))
+
+
+class SlowSync:
+    """A native handle that waits for its disk's release."""
+
+    def __init__(self, disk: SlowDisk, real: Any) -> None:
+        self._disk, self._real = disk, real
+
+    @property
+    def error(self) -> OSError | None:
+        return self._disk.error
+
+    def done(self) -> bool:
+        return self._disk.release.is_set() and bool(self._real.done())
+
+    def wait(self, timeout: float | None = None) -> int:
+        if not self._disk.release.wait(timeout):
+            raise TimeoutError
+        if self._disk.error is not None:
+            raise self._disk.error
+        return int(self._real.wait(timeout))
+
+
+def test_a_pin_in_the_background_lets_training_go_on(tmp_path: Path, open_store: Open, io: AsyncIO) -> None:
+    disk = SlowDisk(io)
+    store = open_store(io=disk, shards=ALL)
+    state = random_state(ALL)
+    write_all(store, state, 0)
+    flushed = store.flush()
+    pinned = store.pin(str(tmp_path / "ckpt"), background=True)
+    assert not flushed.done()
+    assert not pinned.done()
+    with pytest.raises(TimeoutError):
+        flushed.wait(0.01)
+    with pytest.raises(TimeoutError, match="0 of 0 bytes copied"):
+        pinned.wait(0.01)
+    for step in range(1, 5):  # the disk has not yet answered, and the files' turn comes twice
+        latest = state | update(store, step)
+        assert read_all(store) == latest
+    with pytest.raises(StoreError, match="holds no complete pinned generation"):
+        PinnedReader(str(tmp_path / "ckpt"), io)
+    disk.release.set()
+    pinned.wait()
+    flushed.wait()
+    assert pinned.copy_bytes == 0
+    assert pinned.linked_bytes > 0
+    assert read_all(store) == latest
+    assert store.restore(str(tmp_path / "ckpt")).step == 0
+    assert read_all(store) == state
+
+
+def test_a_flushed_generation_need_not_be_waited_for_again(tmp_path: Path, open_store: Open, io: AsyncIO) -> None:
+    disk = SlowDisk(io)
+    disk.release.set()
+    store = open_store(io=disk)
+    write_all(store, random_state(), 0)
+    store.flush().wait()
+    assert disk.syncs == 1
+    store.pin(str(tmp_path / "ckpt"))
+    store.flush().wait()
+    assert disk.syncs == 1
+    update(store, 1)
+    store.pin(str(tmp_path / "next"))
+    assert disk.syncs == 2
+    with pytest.raises(StoreError, match="nothing was committed"):
+        open_store(job="other").flush()
+
+
+def test_a_background_pin_that_the_disk_refuses_leaves_nothing(tmp_path: Path, open_store: Open, io: AsyncIO) -> None:
+    disk = SlowDisk(io, OSError(5, "Input/output error"))
+    store = open_store(io=disk)
+    state = random_state()
+    write_all(store, state, 0)
+    disk.release.set()
+    with pytest.raises(StorageFault, match="making a generation durable failed"):
+        store.flush().wait()
+    pinned = store.pin(str(tmp_path / "ckpt"), background=True)
+    for _ in range(2):
+        with pytest.raises(StorageFault, match="making a generation durable failed"):
+            pinned.wait()
+    assert not (tmp_path / "ckpt").exists()
+    with pytest.raises(StorageFault):
+        store.pin(str(tmp_path / "ckpt"))
+    assert not (tmp_path / "ckpt").exists()
+    disk.error = None
+    store.pin(str(tmp_path / "ckpt"))
+    update(store, 1)
+    store.restore(str(tmp_path / "ckpt"))
+    assert read_all(store) == state
+
+
+def test_an_open_update_in_place_keeps_its_files_from_being_pinned(tmp_path: Path, open_store: Open) -> None:
+    store = open_store(generations=1)
+    state = random_state()
+    write_all(store, state, 0)
+    with store.begin() as transaction:
+        with pytest.raises(StoreError, match="would write the pinned files"):
+            store.pin(str(tmp_path / "ckpt"))
+        transaction.abort()
+    store.pin(str(tmp_path / "ckpt"))
+    update(store, 1)
+    store.restore(str(tmp_path / "ckpt"))
+    assert read_all(store) == state

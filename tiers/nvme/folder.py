@@ -28,7 +28,16 @@ def check_job(job: str) -> None:
 
 def sync_directory(path: str) -> None:
     """Make the names in a directory durable."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    _sync(path, os.O_DIRECTORY)
+
+
+def sync_file(path: str) -> None:
+    """Make a file of ours durable."""
+    _sync(path, os.O_NOFOLLOW)
+
+
+def _sync(path: str, flags: int) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | flags)
     try:
         os.fsync(fd)
     finally:

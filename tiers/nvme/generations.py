@@ -91,9 +91,9 @@ class Generations:
         others.sort(key=lambda slot: -age.get(slot.record.stem, 1))
         slot = others[0] if others else None
         old_stem = slot.record.stem if slot else ""
-        if slot is not None:
+        if slot is not None and pool.writable(slot):
             slot.drain()
-        if slot is None or not pool.writable(slot):
+        else:
             try:
                 (slot,) = pool.fresh([pool.next_stem()], replacing=[slot] if slot else [])
             except SpaceError as error:
@@ -166,7 +166,7 @@ class Generations:
         self.tidy(self._drop_surplus)
 
     def pinned(self) -> tuple[Manifest, list[tuple[Slot, ChunkSums]]]:
-        """The manifest of the current generation alone, and its files, durable. Raises StoreError, StorageFault."""
+        """The manifest of the current generation alone, as of a time when it is durable, and its files. Raises StoreError."""
         if not self.committed:
             raise StoreError("nothing was committed yet, so there is nothing to pin")
         manifest = self._pool.manifest
@@ -174,9 +174,6 @@ class Generations:
         frozen = manifest.frozen and replace(manifest.frozen, durable=True)
         stems = [record.slot.stem, *([frozen.slot.stem] if frozen else [])]
         sources = [(self._pool.slots[stem], self._sums[stem]) for stem in stems]
-        for slot, _ in sources:
-            if (failure := slot.make_durable()) is not None:
-                raise fault(failure[1], "making a generation durable") from failure[1]
         slots = tuple(slot.record for slot, _ in sources)
         alone = manifest.with_(committed=(record,), frozen=frozen, slots=slots, retired=(), updating=None)
         return alone, sources

@@ -140,6 +140,38 @@ class TransferHandle:
         self._buffer = None
 
 
+class HandleGroup:
+    """Several transfers as one: done when all are."""
+
+    def __init__(self, handles: Sequence[TransferHandle]) -> None:
+        self._handles = tuple(handles)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all of them."""
+        return sum(handle.nbytes for handle in self._handles)
+
+    def done(self) -> bool:
+        """Whether wait() would return or raise at once."""
+        return all(handle.done() for handle in self._handles)
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Bytes transferred, once all are over. Raises the first failure, again on every call; TimeoutError leaves them
+        running."""
+        limit = None if timeout is None else time.monotonic() + timeout
+        failure: Exception | None = None
+        for handle in self._handles:
+            try:
+                handle.wait(None if limit is None else max(0.0, limit - time.monotonic()))
+            except TimeoutError:
+                raise
+            except (OSError, RuntimeError) as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
+        return self.nbytes
+
+
 def _first_failure(parts: Sequence[Part], limit: float | None) -> tuple[Part, OSError] | None:
     for part in parts:
         error = outcome(part.handle, None if limit is None else max(0.0, limit - time.monotonic()))

@@ -10,7 +10,7 @@ from typing import Any
 
 from lamina.aio_native import crc32c
 from lamina.tiers.errors import IntegrityError, LayoutError
-from lamina.tiers.nvme.folder import sync_directory
+from lamina.tiers.nvme.folder import sync_directory, sync_file
 from lamina.tiers.nvme.layout import shard_from_json, shard_to_json
 from lamina.tiers.tier import ShardSpec
 
@@ -255,14 +255,20 @@ def publish_temporary(folder: str) -> None:
     sync_directory(folder)
 
 
-def write_temporary(manifest: Manifest, folder: str) -> None:
-    """Write a manifest that does not count yet, durably."""
+def write_temporary(manifest: Manifest, folder: str, *, durable: bool = True) -> None:
+    """Write a manifest that does not count yet; without durable, sync_temporary() has to follow before it may count."""
     temporary = os.path.join(folder, TEMPORARY_NAME)
     data = memoryview(manifest.to_bytes())
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         while data:
             data = data[os.write(fd, data) :]
-        os.fsync(fd)
+        if durable:
+            os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def sync_temporary(folder: str) -> None:
+    """Make the temporary manifest durable."""
+    sync_file(os.path.join(folder, TEMPORARY_NAME))

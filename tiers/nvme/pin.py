@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lamina.aio_native import AsyncIO, File, Priority, crc32c
-from lamina.tiers.errors import StoreError
+from lamina.tiers.errors import StoreError, fault
 from lamina.tiers.nvme.chunk_sums import ChunkSums
 from lamina.tiers.nvme.folder import sync_directory
 from lamina.tiers.nvme.handle import Part, TransferHandle
@@ -23,6 +23,7 @@ from lamina.tiers.nvme.manifest import (
     Manifest,
     publish_temporary,
     read_manifest,
+    sync_temporary,
     write_temporary,
 )
 from lamina.tiers.nvme.slot import Slot
@@ -70,11 +71,11 @@ class PinnedGeneration:
         self._error: Exception | None = None
 
     def done(self) -> bool:
-        """Whether the directory is complete (or the copy failed)."""
+        """Whether the directory is complete and durable (or that failed)."""
         return self._thread is None or not self._thread.is_alive()
 
     def wait(self, timeout: float | None = None) -> None:
-        """Return once the directory is complete and durable. Raises what went wrong with a copy, or TimeoutError."""
+        """Return once the directory is complete and durable. Raises what went wrong in the background, or TimeoutError."""
         if self._thread is not None:
             self._thread.join(timeout)
             if self._thread.is_alive():
@@ -85,7 +86,7 @@ class PinnedGeneration:
             raise self._error
 
     def finish(self) -> None:
-        """Wait for the copy, however it ends; wait() tells."""
+        """Wait for the background, however it ends; wait() tells."""
         if self._thread is not None:
             self._thread.join()
 
@@ -95,8 +96,16 @@ class PinnedGeneration:
         self.finish()
         remove_pinned(self.directory, self._manifest)
 
+    def complete(self, work: Callable[["PinnedGeneration"], None]) -> None:
+        """Do what is left to do, now. Nothing is left of the directory when that fails."""
+        try:
+            work(self)
+        except BaseException:
+            remove_pinned(self.directory, self._manifest)
+            raise
+
     def start(self, work: Callable[["PinnedGeneration"], None]) -> None:
-        """Copy in the background."""
+        """Do what is left to do in the background."""
 
         def run() -> None:
             try:
@@ -141,19 +150,16 @@ def unpin(directory: str) -> None:
 def start_pin(
     directory: str, manifest: Manifest, sources: Sequence[tuple[Slot, ChunkSums]]
 ) -> tuple[PinnedGeneration, list[CopyJob]]:
-    """Link what can be linked; what is left has to be copied. Complete when nothing is.
+    """Link what can be linked: from then on the bytes are kept. What is left is to be copied, then finish_pin().
 
     [Note: cut pins] The manifest is written under its temporary name before any other file and renamed when all are
     there; a removal renames it back first and deletes it last. A directory with only the temporary one was left by a
     crash, and the files that it lists are ours.
     """
     _make_directory(directory, manifest)
-    write_temporary(manifest, directory)
     try:
+        write_temporary(manifest, directory, durable=False)
         linked, jobs = link_files(directory, sources)
-        if not jobs:
-            publish_temporary(directory)
-            sync_directory(os.path.dirname(directory))
     except BaseException:
         remove_pinned(directory, manifest)
         raise
@@ -207,7 +213,7 @@ def link_files(directory: str, sources: Sequence[tuple[Slot, ChunkSums]]) -> tup
 
 
 def copy_files(pinned: PinnedGeneration, jobs: Sequence[CopyJob], io: AsyncIO) -> None:
-    """Copy, check and make durable; the manifest comes last."""
+    """Copy, check and make durable."""
     for job in jobs:
         layout = job.slot.layout
         with io.open(job.path, create=True, exclusive=True, size=layout.file_bytes[job.stripe]) as target:
@@ -216,8 +222,16 @@ def copy_files(pinned: PinnedGeneration, jobs: Sequence[CopyJob], io: AsyncIO) -
             if table:
                 io.write(target, table, layout.sums_offsets[job.stripe]).wait()
             io.fsync(target).wait()
-    publish_temporary(pinned.directory)
-    sync_directory(os.path.dirname(pinned.directory))
+
+
+def finish_pin(directory: str, linked: Sequence[Slot]) -> None:
+    """Make the linked files durable, then let the manifest count. Raises StorageFault, OSError."""
+    for slot in linked:
+        if (failure := slot.make_durable()) is not None:
+            raise fault(failure[1], "making a generation durable") from failure[1]
+    sync_temporary(directory)
+    publish_temporary(directory)
+    sync_directory(os.path.dirname(directory))
 
 
 def copy_stripe(pinned: PinnedGeneration, job: CopyJob, target: File, io: AsyncIO) -> None:

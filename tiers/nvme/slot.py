@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from lamina.aio_native import AsyncIO, File, Handle, Priority, Read, Write
-from lamina.tiers.errors import IntegrityError
+from lamina.tiers.errors import IntegrityError, fault
 from lamina.tiers.nvme.folder import RankFolder
 from lamina.tiers.nvme.handle import Part, TransferHandle, outcome, started
 from lamina.tiers.nvme.layout import Layout, PlaneExtent, Segment
@@ -36,7 +36,8 @@ class Slot:
         self.holds = 0
         self._given_up = False
         self._readers: list[TransferHandle] = []
-        self.unsynced = True
+        self._writes = 1  # what was in the files when they were opened counts as one that may not be durable
+        self._durable_writes = 0
         self._io = io
         self._wear = wear
 
@@ -105,7 +106,7 @@ class Slot:
 
     def write(self, extent: PlaneExtent, offset: int, view: memoryview, priority: Priority) -> list[Part]:
         """Start writing len(view) bytes at byte `offset` of a plane. Raises ValueError past its end."""
-        self.unsynced = True
+        self._writes += 1
         parts = []
         for stripe, pieces in _by_stripe(self._segments(extent, offset, len(view))):
             self._wear.count_written(self.where[stripe], sum(piece.nbytes for piece in pieces))
@@ -121,7 +122,7 @@ class Slot:
 
     def write_tables(self, tables: Sequence[bytes]) -> list[Part]:
         """Start writing each stripe's checksum table. The tables must stay alive until the parts are done."""
-        self.unsynced = True
+        self._writes += 1
         parts = []
         for stripe, file in self.files.items():
             if tables[stripe]:
@@ -144,11 +145,31 @@ class Slot:
         """Start making the files' data durable."""
         return [started(stripe, partial(self._io.fsync, file)) for stripe, file in self.files.items()]
 
+    @property
+    def unsynced(self) -> bool:
+        """Whether something was written that is not known to be durable."""
+        return self._durable_writes < self._writes
+
     def make_durable(self) -> tuple[int, OSError] | None:
         """Wait until everything written is durable; the stripe that failed and why, if one did."""
+        writes = self._writes
         failure = first_failure(self.sync()) if self.unsynced else None
-        self.unsynced = failure is not None
+        if failure is None:
+            self._durable_writes = max(self._durable_writes, writes)
         return failure
+
+    def flush(self) -> TransferHandle:
+        """Start making everything written durable; at once when it is. Its wait() raises StorageFault."""
+        writes = self._writes
+
+        def finish(_: memoryview) -> None:
+            self._durable_writes = max(self._durable_writes, writes)
+
+        def refuse(stripe: int, error: OSError) -> Sequence[Part]:
+            raise fault(error, "making a generation durable")
+
+        parts = self.sync() if self.unsynced else []
+        return self.track(TransferHandle(parts, memoryview(b""), finish=finish, rescue=refuse))
 
     def own_names_only(self) -> bool:
         """Whether no file has another name, that of a checkpoint: with one it must never be written again."""
@@ -178,14 +199,14 @@ class Slot:
     def unhold(self) -> None:
         """End a copy from these files."""
         self.holds -= 1
-        if self._given_up and not self.holds:
-            self.close()
+        if self._given_up:
+            self.give_up()
 
     def give_up(self) -> None:
-        """Close the files as soon as nobody copies from them."""
+        """Close the files as soon as nobody copies from them; their names are gone, so nobody writes to them either."""
         self._given_up = True
-        self.drain()
         if not self.holds:
+            self.drain()
             self.close()
 
     def close(self) -> None:

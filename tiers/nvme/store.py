@@ -20,12 +20,12 @@ from typing import Any
 from lamina.aio_native import AsyncIO, Priority
 from lamina.tiers.errors import StoreError
 from lamina.tiers.nvme.generations import Generations
-from lamina.tiers.nvme.handle import TransferHandle, as_bytes
+from lamina.tiers.nvme.handle import HandleGroup, TransferHandle, as_bytes
 from lamina.tiers.nvme.layout import require_same_shards
 from lamina.tiers.nvme.lock import FolderLock
 from lamina.tiers.nvme.manifest import GenerationRecord
 from lamina.tiers.nvme.opening import Opening, Verify
-from lamina.tiers.nvme.pin import CopyJob, PinnedGeneration, copy_files, start_pin
+from lamina.tiers.nvme.pin import CopyJob, PinnedGeneration, copy_files, finish_pin, start_pin
 from lamina.tiers.nvme.pinned_reader import PinnedReader
 from lamina.tiers.nvme.restore import copy_into, link_into
 from lamina.tiers.nvme.scratch import Scratch
@@ -199,37 +199,59 @@ class GenerationStore:
             self._transaction = None
             self._generations.tidy(self._generations.drop_unused_frozen)
 
-    def pin(self, directory: str) -> PinnedGeneration:
-        """Keep the current generation in a directory, as a checkpoint: durable, and never written again.
+    def flush(self) -> HandleGroup:
+        """Start making the current generation durable, so that a pin some time later need not wait for the disk.
 
-        On the same file system nothing is copied and the result is complete at once. Elsewhere the bytes are copied and
-        checked in the background while training goes on; wait() for it. Files that a checkpoint shares are replaced, not
-        rewritten, when their turn comes, which takes the space of one more generation for each checkpoint that is kept.
-        Raises FileExistsError when the directory holds one already, StoreError, StorageFault, OSError.
+        A commit without durable=True leaves that to do. Its wait() raises StorageFault. Raises StoreError.
         """
         with self._lock:
             self._require_open()
+            _, sources = self._generations.pinned()
+            return HandleGroup([slot.flush() for slot, _ in sources])
+
+    def pin(self, directory: str, *, background: bool = False) -> PinnedGeneration:
+        """Keep the current generation in a directory, as a checkpoint: durable, and never written again.
+
+        On the same file system nothing is copied and the result is complete and durable at once; with `background` the
+        files are linked at once, and what is left (waiting for the disk) is done while training goes on. On another
+        file system the bytes are always copied and checked in the background, through a few buffers
+        (stream.SCRATCH_BYTES). wait() for it; until then a crash leaves no checkpoint there. Files that a checkpoint
+        shares are replaced, not rewritten, when their turn comes, which takes the space of one more generation for each
+        checkpoint that is kept. Raises FileExistsError when the directory holds one already, StoreError, StorageFault,
+        OSError.
+        """
+        with self._lock:
+            self._require_open()
+            if self._transaction is not None and self._transaction.in_place:
+                raise StoreError(
+                    "an update in place (generations: 1) is open, which would write the pinned files: commit() or abort() it"
+                )
             pinned_manifest, sources = self._generations.pinned()
             directory = os.path.abspath(directory)
             if any(pin.directory == directory and not pin.done() for pin in self._pins):
                 raise FileExistsError(f"{directory}: a checkpoint is being copied there; name another directory")
             pinned, jobs = start_pin(directory, pinned_manifest, sources)
-            if jobs:
-                for job in jobs:
-                    job.slot.hold()
-                self._pins = [pin for pin in self._pins if not pin.done()]
-                self._pins.append(pinned)
-                pinned.start(lambda pin: self._copy(pin, jobs))
+            slots = [slot for slot, _ in sources]
+            for slot in slots:
+                slot.hold()
+            if not (jobs or background):
+                pinned.complete(lambda pin: self._complete(pin, slots, jobs))
+                return pinned
+            self._pins = [pin for pin in self._pins if not pin.done()]
+            self._pins.append(pinned)
+            pinned.start(lambda pin: self._complete(pin, slots, jobs))
             return pinned
 
-    def _copy(self, pinned: PinnedGeneration, jobs: Sequence[CopyJob]) -> None:
-        """Body of a pin's thread."""
+    def _complete(self, pinned: PinnedGeneration, slots: Sequence[Slot], jobs: Sequence[CopyJob]) -> None:
+        """What a pin does once its files are linked."""
         try:
             copy_files(pinned, jobs, self._pool.io)
+            linked = [slot for slot in slots if sum(job.slot is slot for job in jobs) < len(slot.files)]
+            finish_pin(pinned.directory, linked)
         finally:
             with self._lock:
-                for job in jobs:
-                    job.slot.unhold()
+                for slot in slots:
+                    slot.unhold()
 
     def restore(self, directory: str) -> GenerationInfo:
         """Make a pinned generation the current one, checked unless verify is "off".

@@ -140,6 +140,11 @@ class Transaction:
             parts = target.slot.read(extent, offset, view, priority)
             return target.slot.track(TransferHandle(parts, view))
 
+    @property
+    def in_place(self) -> bool:
+        """Whether it overwrites the current generation (generations: 1)."""
+        return self._main.in_place
+
     def missing(self) -> list[str]:
         """Names of the planes (shard/plane) of which bytes are still missing."""
         with self._lock:
