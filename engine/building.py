@@ -9,9 +9,8 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from lamina.tiers import DiskSpeed, Spans, probe_disk
-from lamina.tiers.probe import PROBE_BYTES
-from lamina.zero import Ranks, ZeroOptions, ZeroRuntime
+from lamina.tiers import Spans
+from lamina.zero import Ranks, ZeroRuntime
 from lamina.zero.checkpoint_target import refresh_homes
 from lamina.zero.closed_forward import allow_forward, refuse_forward
 from lamina.zero.whole_state_dict import guard_state_dict
@@ -24,12 +23,10 @@ from .loss_scale import DynamicLossScaler, LossScaler, ScalePolicy, StaticLossSc
 from .lr_schedules import make_schedule
 from .monitors import open_monitors
 from .optimizer_choice import choose_optimizer
-from .plan_text import plan_text
+from .plan_text import TrainingPlan
 from .training import TrainingEngine
 from .usable_module import require_usable
 from .zero_options import check_paths, zero_options
-
-MIN_PROBE_BYTES = 1 << 20
 
 
 def initialize(
@@ -103,8 +100,7 @@ def initialize(
             config=settings,
             runtime=runtime,
             scaler=_scaler(settings),
-            plan=plan_text(settings, runtime),
-            disks=_measure_disks(options, runtime),
+            plan=TrainingPlan(settings, runtime),
             monitors=monitors,
             training_dataloader=loader,
             save_on_stop=save_on_stop,
@@ -171,24 +167,3 @@ def _loader(
         drop_last=settings.dataloader_drop_last,
         seed=seed,
     )
-
-
-def _measure_disks(options: ZeroOptions, runtime: ZeroRuntime) -> list[DiskSpeed]:
-    """A short probe of each path, so that the lower bound is known; a path without room for it is left out.
-
-    It moves no more than the state itself does, keeps to the path's quota, and is not counted as the training's I/O.
-    """
-    if runtime.io is None:
-        return []
-    disks = []
-    share = max(
-        MIN_PROBE_BYTES, runtime.placement.nvme_bytes // len(options.nvme) // 8 // MIN_PROBE_BYTES * MIN_PROBE_BYTES
-    )
-    with options.open_io() as io:
-        for path in options.nvme:
-            nbytes = min(PROBE_BYTES, share)
-            if path.bytes is not None and path.bytes < nbytes:
-                continue
-            with contextlib.suppress(OSError):
-                disks.append(probe_disk(io, path.path, nbytes))
-    return disks

@@ -1,10 +1,9 @@
 """Measures steps: the engine's clock, and the counters of the layers below, put together into StepMetrics."""
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lamina.tiers import DiskSpeed, Tier
+from lamina.tiers import Tier
 from lamina.zero import ZeroRuntime
 
 from .metrics import StepCosts, StepMetrics, lower_bound
@@ -34,12 +33,12 @@ class StepFacts:
 
 
 class StepMeter:
-    """One per engine. Times in seconds; ``disks`` are the measured speeds of the NVMe paths."""
+    """One per engine. Times in seconds."""
 
-    def __init__(self, runtime: ZeroRuntime, disks: Sequence[DiskSpeed]) -> None:
+    def __init__(self, runtime: ZeroRuntime) -> None:
         self.clock = Clock(began=time.perf_counter())
         self._runtime = runtime
-        self._disks = list(disks)
+        self._disks = runtime.decision.links.disks
         self._io_before = self._io_bytes()
 
     def forward_took(self, began: float) -> None:

@@ -1,56 +1,97 @@
-"""The placement in print: what lies where, with its bytes, and why."""
+"""The placement in print: what lies where, with its bytes, and why; which link binds, and what more of anything would give."""
 
-from dataclasses import dataclass
+import json
+from collections.abc import Iterator
 from typing import Any
 
-from lamina.tiers import Tier
+from lamina.tiers import Choice, Explanation, Tier, explain
 from lamina.zero import ZeroRuntime
 
 from .config import EngineConfig
 
 
-@dataclass(frozen=True, kw_only=True)
 class TrainingPlan:
-    """The placement, ready to be printed."""
+    """The placement of a runtime as it is now. ``str()`` gives words, ``as_dict()`` plain data for JSON."""
 
-    text: str
-    placement: dict[str, Any]
+    def __init__(self, settings: EngineConfig, runtime: ZeroRuntime) -> None:
+        self._settings = settings
+        self._runtime = runtime
+        self._explained: tuple[Choice, Explanation] | None = None
+
+    @property
+    def placement(self) -> dict[str, Any]:
+        """Each tier's bytes, budget and items; each segment's homes."""
+        tiers = {
+            str(tier): {"bytes": sum(items.values()), "budget": budget, "items": items}
+            for tier, items, budget, _ in self._tiers()
+        }
+        homes = {s.name: {"param": str(s.param_tier), "state": str(s.state_tier)} for s in self._runtime.segments}
+        return {"tiers": tiers, "homes": homes}
+
+    @property
+    def explanation(self) -> Explanation | None:
+        """Why it is so, by the simulated step; None where everything is in memory and no link is used.
+
+        Made when it is asked for: it simulates the step under changed budgets and links.
+        """
+        choice = self._runtime.decision.choice
+        if choice is None:
+            return None
+        if self._explained is None or self._explained[0] is not choice:
+            self._explained = (choice, explain(choice))
+        return self._explained[1]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        decision = self._runtime.decision
+        return self.placement | {
+            "links": {"source": decision.links.source, "rates": decision.links.model.as_dict()},
+            "explanation": None if self.explanation is None else self.explanation.as_dict(),
+        }
+
+    def to_json(self) -> str:
+        """``as_dict()`` as text."""
+        return json.dumps(self.as_dict())
 
     def __str__(self) -> str:
-        return self.text
+        return "\n".join([*self._what_lies_where(), *self._why()])
 
+    def _tiers(self) -> Iterator[tuple[Tier, dict[str, int], int | None, str]]:
+        """Each tier with its items, its budget, and the kind of its pages."""
+        runtime, budgets = self._runtime, self._settings.tiers
+        placement = runtime.placement
+        device, host = (
+            f", {arena.page_kind} pages" if arena.nbytes else "" for arena in (runtime.device, runtime.host)
+        )
+        yield Tier.DEVICE, dict(placement.device_items), budgets.device_bytes, device
+        yield Tier.HOST, dict(placement.host_items), budgets.host_bytes, host
+        yield Tier.NVME, dict(placement.nvme_items), None, ""
 
-def plan_text(settings: EngineConfig, runtime: ZeroRuntime) -> TrainingPlan:
-    """The plan of a runtime that was built."""
-    placement = runtime.placement
-    lines = []
-    tiers: dict[str, Any] = {}
-    for tier, items, budget, arena in (
-        (Tier.DEVICE, placement.device_items, settings.tiers.device_bytes, runtime.device),
-        (Tier.HOST, placement.host_items, settings.tiers.host_bytes, runtime.host),
-        (Tier.NVME, placement.nvme_items, None, None),
-    ):
-        total = sum(items.values())
-        limit = f" of {budget:,}" if budget is not None else ""
-        pages = f", {arena.page_kind} pages" if arena is not None and arena.nbytes else ""
-        lines.append(f"{tier}: {total:,}{limit} bytes{pages}")
-        lines += [f"    {size:>16,}  {name}" for name, size in items.items()]
-        tiers[str(tier)] = {"bytes": total, "budget": budget, "items": dict(items)}
-    homes = {
-        segment.name: {"param": str(segment.param_tier), "state": str(segment.state_tier)}
-        for segment in runtime.segments
-    }
-    streamed = sum(1 for segment in runtime.segments if not segment.in_place)
-    lines.append(f"{streamed} of {len(homes)} segments are fetched for use, the others are at home in memory")
-    lines.append(
-        f"updates go through {placement.staging_count} buffers of {placement.sub_group_numel:,} elements"
-        if placement.staging_count
-        else "updates run in place in memory"
-    )
-    if runtime.io is not None:
-        lines.append(f"I/O backend: {runtime.io.backend}")
-    lines.append(
-        "updates start under the backward pass" if runtime.early_segments else "updates start after the backward pass"
-    )
-    lines += list(placement.reasons)
-    return TrainingPlan(text="\n".join(lines), placement={"tiers": tiers, "homes": homes})
+    def _what_lies_where(self) -> Iterator[str]:
+        runtime = self._runtime
+        for tier, items, budget, pages in self._tiers():
+            limit = f" of {budget:,}" if budget is not None else ""
+            yield f"{tier}: {sum(items.values()):,}{limit} bytes{pages}"
+            yield from (f"    {size:>16,}  {name}" for name, size in items.items())
+        streamed = sum(not segment.in_place for segment in runtime.segments)
+        yield f"{streamed} of {len(runtime.segments)} segments are fetched for use, the others are at home in memory"
+        placement = runtime.placement
+        yield (
+            f"updates go through {placement.staging_count} buffers of {placement.sub_group_numel:,} elements"
+            if placement.staging_count
+            else "updates run in place in memory"
+        )
+        if runtime.io is not None:
+            yield f"I/O backend: {runtime.io.backend}"
+        early = "under" if runtime.early_segments else "after"
+        yield f"updates start {early} the backward pass"
+
+    def _why(self) -> Iterator[str]:
+        decision, explanation = self._runtime.decision, self.explanation
+        if explanation is None:
+            yield from self._runtime.placement.reasons
+            return
+        yield decision.links.source
+        if not any(decision.choice.question.times.forward_s):  # type: ignore[union-attr]
+            yield "forward and backward were not measured yet: what follows counts them as nothing"
+        yield str(explanation)

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from lamina.tiers import DiskSpeed
 from lamina.zero import ClientOptimizer, TieredAdam, ZeroRuntime
 from lamina.zero.checkpoint_target import refresh_homes
 from lamina.zero.closed_forward import refuse_forward
@@ -49,7 +48,6 @@ class TrainingEngine(EnginePersistence, EngineFace):
         runtime: ZeroRuntime,
         scaler: LossScaler,
         plan: TrainingPlan,
-        disks: list[DiskSpeed],
         monitors: Monitors,
         training_dataloader: ResumableLoader | None = None,
         save_on_stop: str | os.PathLike[str] | None = None,
@@ -67,7 +65,7 @@ class TrainingEngine(EnginePersistence, EngineFace):
         self.runtime = runtime
         self.scaler = scaler
         self.window = AccumulationWindow(config.gradient_accumulation_steps)
-        self._meter = StepMeter(runtime, disks)
+        self._meter = StepMeter(runtime)
         self._monitors = monitors
         self._metrics: StepMetrics | None = None
         self._losses: list[torch.Tensor] = []

@@ -79,6 +79,7 @@ def zero_options(
             leaves=LeafModules(classes=leaves.classes, names=leaves.names, name_suffixes=leaves.name_suffixes)
         ),
         lookahead=_lookahead(settings),
+        micro_batches=settings.gradient_accumulation_steps,
         clip_norm=settings.gradient_clipping,
         adam=choice.adam,
         open_io=lambda: AsyncIO(

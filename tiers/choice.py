@@ -79,6 +79,12 @@ class Choice:
     predicted: Simulation
     tried: Mapping[int, float]
 
+    @classmethod
+    def given(cls, question: PlacementQuestion, placement: Placement) -> "Choice":
+        """No choice: what is predicted for a placement that something else decided."""
+        predicted = question.predict(placement)
+        return cls(question=question, placement=placement, predicted=predicted, tried={0: predicted.step_s})
+
 
 def choose(question: PlacementQuestion) -> Choice:
     """The best of a few placements that differ in whether memory goes to parameters or to optimizer states first.
@@ -147,7 +153,7 @@ class Explanation:
         }
 
     def __str__(self) -> str:
-        lines = [f"{number} segments: {where}" for where, number in self.homes.items()]
+        lines = [f"{number} segment{'s' * (number != 1)}: {where}" for where, number in self.homes.items()]
         lines.append(
             f"predicted step: {self.predicted['step_s']:.3f} s, {self.predicted['ratio']:.2f} times its lower bound of "
             f"{self.predicted['lower_bound_s']:.3f} s"

@@ -171,7 +171,7 @@ class Profile:
             if disk.identity == wanted:
                 return disk
         known = "; ".join(str(identity) for identity in self.identities)
-        raise ForeignProfileError(f"{path} lies on {wanted}; this profile has {known}. Run `lamina nvme {path}`")
+        raise ForeignProfileError(f"{path} lies on {wanted}; this profile has {known}. Run `{remeasure([path])}`")
 
     def planner_rates(self) -> dict[str, float | bool | int]:
         """Fields of the planner's machine; rates that were not measured are left out.
@@ -199,7 +199,7 @@ class Profile:
 
 def remeasure(paths: Sequence[str | os.PathLike[str]]) -> str:
     """The command that makes a new profile."""
-    return "lamina nvme " + " ".join(str(path) for path in paths)
+    return "lamina nvme --save " + " ".join(str(path) for path in paths)
 
 
 def check_profile(

@@ -4,7 +4,15 @@ from collections.abc import Iterator, Sequence
 
 from torch import nn
 
-from lamina.tiers import Placement, PlacementError, Plane, SegmentSize, place
+from lamina.tiers import (
+    BandwidthModel,
+    ComputeTimes,
+    Placement,
+    PlacementError,
+    PlacementQuestion,
+    Plane,
+    SegmentSize,
+)
 
 from .collectives import Ranks
 from .grouping import GroupSpec, find_groups
@@ -14,8 +22,12 @@ from .segment import Segment
 from .segmenting import make_groups
 
 
-def fit_groups(module: nn.Module, options: ZeroOptions, ranks: Ranks) -> tuple[list[ParamGroup], Placement]:
-    """Raises PlacementError, with the sum and the largest parameter, when no grouping fits the budgets."""
+def fit_groups(
+    module: nn.Module, options: ZeroOptions, ranks: Ranks
+) -> tuple[list[ParamGroup], PlacementQuestion, Placement]:
+    """Groups, what decides their homes (but for links and times), and the homes that the budgets alone suggest.
+
+    Raises PlacementError, with the sum and the largest parameter, when no grouping fits the budgets."""
     chooser = options.grouping.chooser(module)
     options.grouping.leaves.require_present(module)
     refusal: PlacementError | None = None
@@ -37,14 +49,19 @@ def fit_groups(module: nn.Module, options: ZeroOptions, ranks: Ranks) -> tuple[l
             persistence_threshold=options.persistence_threshold,
             persistent_numel=options.persistent_numel,
         )
+        question = PlacementQuestion(
+            segments=tuple(segment_size(segment, options, ranks) for group in groups for segment in group.segments),
+            budgets=options.budgets,
+            wishes=options.wishes,
+            links=BandwidthModel([]),
+            times=ComputeTimes(forward_s=(), backward_s=(), adam_elements_per_s=1.0),
+            generations=options.generations,
+            together=tuple(tuple(used) for used in _used_at_once(module, specs)),
+            micro_batches=options.micro_batches,
+            lookahead=options.lookahead,
+        )
         try:
-            return groups, place(
-                [segment_size(segment, options, ranks) for group in groups for segment in group.segments],
-                options.budgets,
-                options.wishes,
-                generations=options.generations,
-                together=list(_used_at_once(module, specs)),
-            )
+            return groups, question, question.place()
         except PlacementError as error:
             refusal = error
         if not options.grouping.automatic:

@@ -39,6 +39,7 @@ class ZeroOptions:
     resume: bool | Literal["auto"] | None = None  # with keep_state: see ZeroRuntime
     client: torch.optim.Optimizer | None = None  # runs instead of lamina's Adam, on state in memory
     lookahead: int = 64
+    micro_batches: int = 1  # that a step accumulates, as far as the placement is to reckon with
     clip_norm: float = 0.0
     adam: AdamDefaults = field(default_factory=AdamDefaults)
     num_threads: int | None = None

@@ -21,6 +21,7 @@ from lamina.tiers.memory import check_budget, read_memory_limits
 
 from .access import claim, disclaim
 from .away import is_away
+from .choosing import decide
 from .client_optimizer import ClientOptimizer
 from .collectives import Ranks
 from .collector import GradientCollector
@@ -70,7 +71,9 @@ class ZeroRuntime:
     def _build_state(self) -> None:
         """Groups, their homes, and the memory and files that these need; the parameters are brought home."""
         options = self.options
-        self.groups, self.placement = fit_groups(self.module, options, self.ranks)
+        self.groups, question, usual = fit_groups(self.module, options, self.ranks)
+        self.decision = decide(question, usual, options, self.ranks)
+        self.placement = self.decision.placement
         self.segments = [segment for group in self.groups for segment in group.segments]
         for segment in self.segments:
             segment.client = options.client is not None

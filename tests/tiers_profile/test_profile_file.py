@@ -99,7 +99,7 @@ def test_the_cache_folder_is_keyed_by_the_devices(
 
 def test_no_profile_names_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    with pytest.raises(ProfileError, match=rf"no profile .*nvme-.*json\. Run `lamina nvme {tmp_path}`"):
+    with pytest.raises(ProfileError, match=rf"no profile .*nvme-.*json\. Run `lamina nvme --save {tmp_path}`"):
         load_profile([tmp_path], now=NOW)
 
 
@@ -129,7 +129,7 @@ def test_another_device_is_refused(tmp_path: Path, here: DeviceIdentity, changes
 def test_a_stale_profile_is_refused(here: DeviceIdentity, now: float, kernel: str, message: str) -> None:
     fresh = profile(here)
     check_profile(fresh, {"/d": here}, now=NOW + 89 * DAY, kernel=this_kernel())
-    with pytest.raises(StaleProfileError, match=f"{message}.*Run `lamina nvme /d`"):
+    with pytest.raises(StaleProfileError, match=f"{message}.*Run `lamina nvme --save /d`"):
         check_profile(fresh, {"/d": here}, now=now, kernel=kernel or this_kernel())
 
 
