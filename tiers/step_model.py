@@ -214,7 +214,7 @@ def _groups(
     groups = [GroupModel(name=f"group {index}") for index in range(len(group_numels(segments)))]
     for segment in segments:
         tier = placement.homes[segment.name].param
-        if tier in in_place_tiers:
+        if tier in in_place_tiers or segment.persistent:
             continue
         before = groups[segment.group]
         shard = segment.shard_numel * segment.param_itemsize

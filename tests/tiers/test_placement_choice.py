@@ -141,3 +141,15 @@ def test_pinned_tiers_are_named_as_the_reason() -> None:
     asked = question([MIB] * 2, device=64 * MIB, host=64 * MIB, passes_s=0.1, overlap=False)
     pinned = replace(asked, wishes=replace(asked.wishes, param_tiers=(Tier.NVME,), state_tiers=(Tier.NVME,)))
     assert "parameters on nvme: the configuration says so" in str(explain(choose(pinned)))
+
+
+def test_parameters_that_stay_whole_in_memory_take_no_window_even_where_compute_is_in_place_nowhere() -> None:
+    """As on several ranks at stage 3: the window is sized without them, so a step must not fetch them."""
+    asked = question([MIB] * 2, device=8 * MIB, host=30 * MIB, passes_s=0.1, overlap=False)
+    kept = replace(asked.segments[0], name="norms", full_numel=64, shard_numel=32, persistent=True)
+    asked = replace(
+        asked, segments=(*asked.segments, kept), wishes=replace(asked.wishes, in_place_tiers=(), param_tiers=(Tier.NVME,))
+    )
+    ours = choose(asked)
+    assert asked.step(ours.placement).groups[0].window_bytes == 2 * MIB
+    assert ours.predicted.step_s > 0
