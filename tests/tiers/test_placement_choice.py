@@ -148,7 +148,9 @@ def test_parameters_that_stay_whole_in_memory_take_no_window_even_where_compute_
     asked = question([MIB] * 2, device=8 * MIB, host=30 * MIB, passes_s=0.1, overlap=False)
     kept = replace(asked.segments[0], name="norms", full_numel=64, shard_numel=32, persistent=True)
     asked = replace(
-        asked, segments=(*asked.segments, kept), wishes=replace(asked.wishes, in_place_tiers=(), param_tiers=(Tier.NVME,))
+        asked,
+        segments=(*asked.segments, kept),
+        wishes=replace(asked.wishes, in_place_tiers=(), param_tiers=(Tier.NVME,)),
     )
     ours = choose(asked)
     assert asked.step(ours.placement).groups[0].window_bytes == 2 * MIB
