@@ -14,6 +14,7 @@ import torch
 from torch.autograd.graph import increment_version
 
 from lamina.zero.kernels import AdamBatch, AdamHyper, DType, Kernels
+from lamina.zero.plain_optimizer import PlainOptimizer
 
 _DTYPES = {torch.float32: DType.FP32, torch.bfloat16: DType.BF16, torch.float16: DType.FP16}
 _MASTER_KEY = {torch.bfloat16: "remainder", torch.float16: "master"}
@@ -32,7 +33,7 @@ class _Held:
         self.tensor = tensor
 
 
-class CPUAdam(torch.optim.Optimizer):
+class CPUAdam(PlainOptimizer):
     """Adam(W) for fp32, bf16 and fp16 parameters in host memory; gradients may have any of these dtypes.
 
     adamw_mode (a group's "decoupled_weight_decay", as torch calls it) chooses AdamW; False adds the decay

@@ -20,6 +20,7 @@ from .collectives import Ranks
 from .grad_norm import clip_factor, global_norm, partial_norms
 from .gradients import GradientPlane, Gradients
 from .kernels import AdamHyper, Kernels
+from .plain_optimizer import PlainOptimizer
 from .segment import Segment
 from .update import Run, UpdateJob, Updater
 
@@ -58,7 +59,7 @@ class StepOutcome:
     skipped: bool = False  # the gradient was not finite and nothing was changed
 
 
-class TieredAdam(torch.optim.Optimizer):
+class TieredAdam(PlainOptimizer):
     """Adam or AdamW whose state lives on any tier. ``param_groups`` can be changed between steps as with torch.
 
     ``step()`` finishes the update of all segments and commits the generation. ``state`` stays empty: use
