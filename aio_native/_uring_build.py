@@ -17,7 +17,7 @@ def pkg_config(option: str, prefix: str) -> list[str]:
 
 ffibuilder = threads["builder"](
     "_uring",
-    (*threads["NOUNS"], "ring_driver", "time_slice"),
+    (*threads["NOUNS"], "ring_driver", "ring_slots", "time_slice"),
     define_macros=[("LAMINA_HAVE_URING", "1")],
     libraries=pkg_config("--libs-only-l", "-l"),
     library_dirs=pkg_config("--libs-only-L", "-L"),

@@ -325,10 +325,13 @@ def _check(name: str, value: int, low: int, high: int) -> None:
 
 
 def _registration_advice(number: int, nbytes: int) -> str:
+    what = f"{nbytes} bytes could not be registered with io_uring: {errno_name(number)}. "
+    if number == errno.EINVAL:
+        return what + "The kernel has no such table (5.19 has). Transfers go on unregistered, at more CPU time"
     soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     words = ["unlimited" if limit == resource.RLIM_INFINITY else f"{limit} bytes" for limit in (soft, hard)]
-    return (
-        f"{nbytes} bytes could not be registered with io_uring: {errno_name(number)}. RLIMIT_MEMLOCK is {words[0]} "
-        f"(hard limit {words[1]}) and must cover all registered memory: raise it (`ulimit -l unlimited`, LimitMEMLOCK= in "
-        "systemd, --ulimit memlock=-1 in Docker) or grant CAP_IPC_LOCK. Transfers go on unregistered, at more CPU time"
+    return what + (
+        f"RLIMIT_MEMLOCK is {words[0]} (hard limit {words[1]}) and must cover all registered memory: raise it "
+        "(`ulimit -l unlimited`, LimitMEMLOCK= in systemd, --ulimit memlock=-1 in Docker) or grant CAP_IPC_LOCK. "
+        "Transfers go on unregistered, at more CPU time"
     )

@@ -70,6 +70,8 @@ def uring_refusal(number: int) -> str:
         )
     if number == errno.ENOMEM:
         return f"{what}: not enough lockable memory for the ring. Raise RLIMIT_MEMLOCK (`ulimit -l`)"
+    if number == errno.EINVAL:
+        return f"{what}: the kernel knows none of the settings asked for; is it older than 5.6 ({os.uname().release})?"
     if number in (errno.EMFILE, errno.ENFILE):
         return f"{what}: no file descriptor left for the ring. Raise RLIMIT_NOFILE (`ulimit -n`)"
     return what

@@ -11,7 +11,7 @@ from typing import Any
 from .async_io import AsyncIO
 from .buffers import HUGE_PAGE, AlignedBuffer
 from .checksum import crc32c_path
-from .errors import AsyncIOError
+from .errors import AsyncIOError, errno_name
 from .native import sysctl_setting
 
 SETUP_FLAGS = {
@@ -47,8 +47,12 @@ class BackendReport:
     kernel: str
     setup_flags: tuple[str, ...]
     """IORING_SETUP_* that the kernel accepted."""
+    refused_flags: tuple[str, ...]
+    """IORING_SETUP_* that would have paid and that it refused."""
     fixed_files: bool
     fixed_buffers: bool
+    fixed_refusal: str
+    """errno with which the kernel refused registered files or buffers; empty when it did not."""
     sysctl: str
     memlock_bytes: int
     """RLIMIT_MEMLOCK, soft; -1: no limit."""
@@ -64,11 +68,13 @@ class BackendReport:
         return asdict(self)
 
     def __str__(self) -> str:
+        refused = f"; refused by the kernel: {' '.join(self.refused_flags)}" if self.refused_flags else ""
+        because = f"; the kernel refused with {self.fixed_refusal}" if self.fixed_refusal else ""
         lines = [
             f"backend        {self.backend} ({self.reason})",
             f"kernel         {self.kernel}; {self.sysctl}",
-            f"ring flags     {' '.join(self.setup_flags) or 'none'}",
-            f"registered     files {_yes(self.fixed_files)}, buffers {_yes(self.fixed_buffers)}",
+            f"ring flags     {' '.join(self.setup_flags) or 'none'}{refused}",
+            f"registered     files {_yes(self.fixed_files)}, buffers {_yes(self.fixed_buffers)}{because}",
             f"limits         RLIMIT_MEMLOCK {self.memlock_bytes}, RLIMIT_NOFILE {self.open_files}",
             f"buffers        {self.page_kind} pages",
             f"crc32c         {self.checksum}",
@@ -78,6 +84,10 @@ class BackendReport:
             space = "can be reserved" if self.path.preallocated else "cannot be reserved"
             lines.append(f"{self.path.path}  {self.path.file_system}: {how}; {self.path.reason}; space {space}")
         return "\n".join(lines)
+
+
+def _flag_names(flags: int) -> tuple[str, ...]:
+    return tuple(name for bit, name in SETUP_FLAGS.items() if flags & bit)
 
 
 def _yes(value: bool) -> str:
@@ -128,15 +138,18 @@ def backend_report(path: str | PathLike[str] | None = None) -> BackendReport:
     """
     with AsyncIO(queue_depth=4) as io:
         features = io.features()
+        refusal = features["fixed_buffers_error"] or features["fixed_files_error"]
         found = _probe_path(io, fsdecode(path)) if path is not None else None
         memlock = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
         return BackendReport(
             backend=io.backend,
             reason=io.backend_reason,
             kernel=f"{platform.system()} {platform.release()} {platform.machine()}",
-            setup_flags=tuple(name for bit, name in SETUP_FLAGS.items() if features["setup_flags"] & bit),
+            setup_flags=_flag_names(features["setup_flags"]),
+            refused_flags=_flag_names(features["refused_flags"]),
             fixed_files=features["fixed_files"] > 0,
             fixed_buffers=features["fixed_buffers"] > 0,
+            fixed_refusal=errno_name(refusal) if refusal else "",
             sysctl=sysctl_setting(),
             memlock_bytes=-1 if memlock == resource.RLIM_INFINITY else memlock,
             open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],

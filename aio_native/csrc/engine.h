@@ -27,6 +27,7 @@ struct lamina_config {
 /* What the driver found at run time. */
 struct lamina_features {
     uint32_t setup_flags;   /* IORING_SETUP_* in use, 0 for threads */
+    uint32_t refused_flags; /* IORING_SETUP_* that were wished for and refused */
     uint32_t kernel_flags;  /* IORING_FEAT_* of the kernel, 0 for threads */
     uint32_t fixed_files;   /* slots for registered files, 0: not to be had */
     uint32_t fixed_buffers; /* slots for registered buffers, 0: not to be had */

@@ -11,12 +11,10 @@
 #include <unistd.h>
 
 #include "pool.h"
+#include "ring_slots.h"
 #include "schedule.h"
 #include "time_slice.h"
 
-#define FILE_SLOTS 256
-#define BUFFER_SLOTS 256
-#define BUFFER_BYTES ((uint64_t)1 << 30) /* the kernel's limit for one registered buffer */
 #define REAP_BATCH 32
 
 /* Something that only the ring's thread may do, asked for by another. */
@@ -28,11 +26,6 @@ struct command {
     struct file *file;
     int result;
     int done;
-};
-
-struct fixed_buffer {
-    char *address;
-    uint64_t nbytes; /* 0: free */
 };
 
 struct ring {
@@ -49,10 +42,8 @@ struct ring {
     int started; /* 1: running, < 0: -errno */
     int stopping;
     uint32_t inflight; /* pieces handed to the kernel or about to be; the ring's thread only */
-    struct lamina_features features;
-    struct fixed_buffer buffers[BUFFER_SLOTS];
-    uint32_t num_buffers; /* slots in use or once used */
-    unsigned char file_used[FILE_SLOTS];
+    uint32_t setup_flags, refused_flags, kernel_flags;
+    struct ring_slots slots;
     int bounce_tried;
     struct pool *helpers; /* they copy: requests of CLASS_COPY are theirs */
     unsigned wants;       /* what the ring's thread takes; all when no helper is to be had */
@@ -73,9 +64,11 @@ static int open_ring(struct ring *r, const struct lamina_config *config) {
         /* Every piece, the wake-up poll and a spare fit, so neither ring can overflow. */
         struct io_uring_params params = {.flags = choices[i] | IORING_SETUP_CLAMP};
         rc = io_uring_queue_init_params(config->queue_depth + 2, &r->ring, &params);
-        r->features.setup_flags = params.flags;
-        r->features.kernel_flags = params.features;
+        r->refused_flags |= choices[i];
+        r->setup_flags = params.flags;
+        r->kernel_flags = params.features;
     }
+    r->refused_flags &= ~r->setup_flags;
     return rc;
 }
 
@@ -92,94 +85,19 @@ static int check_operations(struct ring *r) {
     return rc;
 }
 
-static void reserve_slots(struct ring *r, const struct lamina_config *config) {
-    if (!config->use_fixed)
-        return;
-    int rc = io_uring_register_files_sparse(&r->ring, FILE_SLOTS);
-    r->features.fixed_files = rc ? 0 : FILE_SLOTS;
-    r->features.fixed_files_error = -rc;
-    rc = io_uring_register_buffers_sparse(&r->ring, BUFFER_SLOTS);
-    r->features.fixed_buffers = rc ? 0 : BUFFER_SLOTS;
-    r->features.fixed_buffers_error = -rc;
-}
-
-static int set_buffer(struct ring *r, uint32_t slot, char *address, uint64_t nbytes) {
-    struct iovec vec = {.iov_base = address, .iov_len = nbytes};
-    __u64 tag = 0;
-    int rc = io_uring_register_buffers_update_tag(&r->ring, slot, &vec, &tag, 1);
-    if (rc < 0)
-        return rc;
-    r->buffers[slot] = (struct fixed_buffer){.address = address, .nbytes = nbytes};
-    if (slot >= r->num_buffers)
-        r->num_buffers = slot + 1;
-    return 0;
-}
-
-static void drop_buffers(struct ring *r, const char *address, uint64_t nbytes) {
-    for (uint32_t i = 0; i < r->num_buffers; i++)
-        if (r->buffers[i].nbytes && r->buffers[i].address >= address &&
-            r->buffers[i].address < address + nbytes && !set_buffer(r, i, NULL, 0))
-            r->buffers[i].address = NULL;
-}
-
-static int add_buffers(struct ring *r, char *address, uint64_t nbytes) {
-    int rc = r->features.fixed_buffers ? 0 : -r->features.fixed_buffers_error;
-    for (uint64_t done = 0; done < nbytes && !rc; done += BUFFER_BYTES) {
-        uint32_t slot = 0;
-        while (slot < BUFFER_SLOTS && r->buffers[slot].nbytes)
-            slot++;
-        uint64_t part = nbytes - done < BUFFER_BYTES ? nbytes - done : BUFFER_BYTES;
-        rc = slot == BUFFER_SLOTS ? -ENOSPC : set_buffer(r, slot, address + done, part);
-    }
-    if (rc)
-        drop_buffers(r, address, nbytes);
-    return rc;
-}
-
-static int find_buffer(const struct ring *r, const char *address, uint64_t nbytes) {
-    for (uint32_t i = 0; i < r->num_buffers; i++) {
-        const struct fixed_buffer *b = &r->buffers[i];
-        if (address >= b->address && address + nbytes <= b->address + b->nbytes)
-            return (int)i;
-    }
-    return -1;
-}
-
-static void take_file_slot(struct ring *r, struct file *file) {
-    file->fixed_slot = -2;
-    for (uint32_t i = 0; i < r->features.fixed_files; i++) {
-        if (r->file_used[i])
-            continue;
-        if (io_uring_register_files_update(&r->ring, i, &file->spec.fd, 1) == 1) {
-            r->file_used[i] = 1;
-            file->fixed_slot = (int)i;
-        }
-        return;
-    }
-}
-
-static void give_file_slot(struct ring *r, struct file *file) {
-    int none = -1;
-    if (file->fixed_slot < 0)
-        return;
-    if (io_uring_register_files_update(&r->ring, (unsigned)file->fixed_slot, &none, 1) == 1)
-        r->file_used[file->fixed_slot] = 0;
-    file->fixed_slot = -2;
-}
-
 static void run_commands(struct ring *r) {
     while (r->commands) {
         struct command *c = r->commands;
         r->commands = c->next;
         switch (c->what) {
         case COMMAND_REGISTER:
-            c->result = add_buffers(r, c->address, c->nbytes);
+            c->result = slots_add_memory(&r->slots, c->address, c->nbytes);
             break;
         case COMMAND_UNREGISTER:
-            drop_buffers(r, c->address, c->nbytes);
+            slots_drop_memory(&r->slots, c->address, c->nbytes);
             break;
         case COMMAND_FORGET_FILE:
-            give_file_slot(r, c->file);
+            slots_give_file(&r->slots, c->file);
             break;
         }
         c->done = 1;
@@ -201,9 +119,9 @@ static void queue_piece(struct ring *r, struct piece *p) {
     struct file *file = p->request->file;
     /* A length is 32 bits in the ring; block_bytes is far below that. */
     unsigned nbytes = (unsigned)p->nbytes;
-    int buffer = p->operation < LAMINA_FSYNC ? find_buffer(r, p->address, p->nbytes) : -1;
+    int buffer = p->operation < LAMINA_FSYNC ? slots_find_memory(&r->slots, p->address, p->nbytes) : -1;
     if (file->fixed_slot == -1)
-        take_file_slot(r, file);
+        slots_take_file(&r->slots, file);
     int fixed = p->fd == file->spec.fd && file->fixed_slot >= 0, fd = fixed ? file->fixed_slot : p->fd;
     if (p->operation == LAMINA_READ && buffer >= 0)
         io_uring_prep_read_fixed(sqe, fd, p->address, nbytes, p->offset, buffer);
@@ -231,10 +149,10 @@ static void arm_wake(struct ring *r) {
 /* The bounce memory is registered when it is first needed. */
 static void prepare_piece(struct ring *r, struct piece *p) {
     struct bounce_pool *pool = &r->engine->bounce;
-    if (p->bounce && !r->bounce_tried && r->features.fixed_buffers) {
+    if (p->bounce && !r->bounce_tried && r->slots.num_buffers) {
         r->bounce_tried = 1;
-        (void)add_buffers(r, pool->base,
-                          pool->block_bytes * pool->num_blocks); /* plain transfers do as well */
+        /* plain transfers do as well */
+        (void)slots_add_memory(&r->slots, pool->base, pool->block_bytes * pool->num_blocks);
     }
     piece_prepare(p);
     queue_piece(r, p);
@@ -344,8 +262,8 @@ static void *ring_thread(void *argument) {
     int rc = open_ring(r, &e->config), opened = !rc;
     if (!rc)
         rc = check_operations(r);
-    if (!rc)
-        reserve_slots(r, &e->config);
+    if (!rc && e->config.use_fixed)
+        slots_reserve(&r->slots, &r->ring);
     pthread_mutex_lock(&e->lock);
     r->started = rc ? rc : 1;
     pthread_cond_broadcast(&r->changed);
@@ -402,8 +320,17 @@ static void forget_file(struct lamina_engine *e, struct file *file) {
 }
 
 static void features(struct lamina_engine *e, struct lamina_features *features) {
-    *features = ((struct ring *)e->driver_state)->features;
-    features->threads = 1 + pool_num_threads(((struct ring *)e->driver_state)->helpers);
+    const struct ring *r = e->driver_state;
+    *features = (struct lamina_features){
+        .setup_flags = r->setup_flags,
+        .refused_flags = r->refused_flags,
+        .kernel_flags = r->kernel_flags,
+        .fixed_files = r->slots.num_files,
+        .fixed_buffers = r->slots.num_buffers,
+        .fixed_files_error = r->slots.files_error,
+        .fixed_buffers_error = r->slots.buffers_error,
+        .threads = 1 + pool_num_threads(r->helpers),
+    };
 }
 
 static void discard(struct ring *r) {

@@ -4,9 +4,9 @@
  *
  * The file is dealt out to the threads in stripes whose borders lie in the middle of blocks, so that
  * neighbours rewrite parts of the same blocks all the time. With FAULTS the calls that the threads driver
- * makes (pread, pwrite; linked with
- * --wrap) are interrupted, cut short, told to try again and failed at random: a request that failed is
- * repeated, and what it says it moved is checked.
+ * makes (pread, pwrite; linked with --wrap) are interrupted, cut short, told to try again and failed at
+ * random, and so are the completions that the ring driver gets: a request that failed is repeated, and what
+ * it says it moved is checked.
  */
 #include <errno.h>
 #include <fcntl.h>
@@ -17,6 +17,9 @@
 #include <string.h>
 #include <sys/stat.h>
 #include <unistd.h>
+#ifdef LAMINA_HAVE_URING
+#include <liburing.h>
+#endif
 
 #include "clock.h"
 #include "engine.h"
@@ -85,6 +88,23 @@ ssize_t __wrap_pwrite(int fd, const void *buffer, size_t nbytes, off_t offset) {
     }
     return __real_pwrite(fd, buffer, what && nbytes > 4096 ? nbytes / 2 / 512 * 512 : nbytes, offset);
 }
+
+#ifdef LAMINA_HAVE_URING
+unsigned __real_io_uring_peek_batch_cqe(struct io_uring *ring, struct io_uring_cqe **cqes, unsigned count);
+
+/* The transfer has been carried out; that it is told otherwise changes no byte that it may not change. */
+unsigned __wrap_io_uring_peek_batch_cqe(struct io_uring *ring, struct io_uring_cqe **cqes, unsigned count) {
+    unsigned found = __real_io_uring_peek_batch_cqe(ring, cqes, count);
+    for (unsigned i = 0; i < found; i++) {
+        int what = io_uring_cqe_get_data(cqes[i]) && cqes[i]->res > 0 ? fault() : 0;
+        if (what > 0)
+            cqes[i]->res = -what;
+        else if (what && cqes[i]->res > 4096)
+            cqes[i]->res = cqes[i]->res / 2 / 512 * 512;
+    }
+    return found;
+}
+#endif
 
 struct worker {
     struct lamina_engine *engine;
