@@ -65,12 +65,14 @@ def update(folder: Path, generations: int, paths: int, pin: bool, tell: int) -> 
                 os.write(tell, f"t{step}\n".encode())
                 transaction.commit(step, {"step": step}, durable=step % 4 == 0)
                 os.write(tell, f"c{step}\n".encode())
+            if paths > 1 and step % 7 == 3:
+                store.restripe([(step // 7 + index) % 3 + (index == 0) for index in range(paths)])
             if pin and step % 5 == 1:
                 for old in folder.glob("pinned-*/manifest.json"):
                     if old.parent.name != f"pinned-{step % 3}":
                         unpin(str(old.parent))
                 if not (folder / f"pinned-{step % 3}" / "manifest.json").exists():
-                    store.pin(str(folder / f"pinned-{step % 3}"))
+                    store.pin(str(folder / f"pinned-{step % 3}"), background=step % 2 == 0)
 
 
 def check(folder: Path, generations: int, paths: int, said: list[str]) -> str:

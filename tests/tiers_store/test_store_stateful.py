@@ -147,11 +147,28 @@ class StoreMachine(RuleBasedStateMachine):
         self.num_paths = min(3, self.num_paths + grow)
         self.store = self.open()
 
+    @rule(weights=st.lists(st.integers(0, 3), min_size=3, max_size=3))
+    def restripe(self, weights: list[int]) -> None:
+        wanted = weights[: self.num_paths]
+        if sum(wanted):
+            assert self.store.restripe(wanted) <= self.generations
+        else:
+            with pytest.raises(ValueError, match="need at least one above 0"):
+                self.store.restripe(wanted)
+
+    @precondition(lambda self: self.committed is not None)
+    @rule(wait=st.booleans())
+    def flush(self, wait: bool) -> None:
+        flushed = self.store.flush()
+        if wait:
+            flushed.wait()
+
     @precondition(lambda self: self.committed is not None and len(self.pins) < 3)
-    @rule()
-    def pin(self) -> None:
+    @rule(background=st.booleans())
+    def pin(self, background: bool) -> None:
         assert self.committed is not None
-        pinned = self.store.pin(f"{self.root}/pin{self.step}-{len(self.pins)}-{os.urandom(4).hex()}")
+        directory = f"{self.root}/pin{self.step}-{len(self.pins)}-{os.urandom(4).hex()}"
+        pinned = self.store.pin(directory, background=background)
         assert pinned.copy_bytes == 0
         self.pins.append((pinned, self.committed, self.step))
 
@@ -160,6 +177,7 @@ class StoreMachine(RuleBasedStateMachine):
     def restore(self, data: st.DataObject, remove: bool) -> None:
         index = data.draw(st.integers(0, len(self.pins) - 1))
         pinned, state, step = self.pins[index]
+        pinned.wait()
         info = self.store.restore(pinned.directory)
         assert (info.step, info.meta) == (step, {"step": step})
         self.committed, self.step = state, step

@@ -83,29 +83,44 @@ class Generations:
     def main_target(self, source: Source | None) -> Target:
         """Where the next generation is to be written. Raises SpaceError, StorageFault, OSError."""
         pool = self._pool
-        if pool.manifest.generations == 1 and source is not None and pool.writable(source.slot):
-            source.slot.drain()
-            return Target(slot=source.slot, sums=ChunkSums(source.slot.layout, source.sums.values[:]), in_place=True)
+        in_place = source if pool.manifest.generations == 1 else None
+        if in_place is not None and pool.writable(in_place.slot):
+            return _overwriting(in_place)
+        old = self._next_in_turn(source)
+        if old is not None and pool.writable(old):
+            return self._over(old)
+        try:
+            (new,) = pool.fresh([pool.next_stem()], replacing=[old] if old else [])
+        except SpaceError as error:
+            if in_place is not None and pool.keep_stripes(in_place.slot, error):
+                return _overwriting(in_place)
+            if old is not None and pool.keep_stripes(old, error):
+                return self._over(old)
+            raise SpaceError(
+                f"{error}. A checkpoint shares the files that would be next, so new ones are needed: removing an old "
+                "checkpoint helps too",
+                wanted=error.wanted,
+                free=error.free,
+            ) from error
+        if old is not None:
+            self._forget(old.record.stem)
+        return Target(slot=new, sums=ChunkSums(new.layout))
+
+    def _next_in_turn(self, source: Source | None) -> Slot | None:
+        """The free slot, or the one with the oldest generation that is not the current one."""
         age = {record.slot.stem: -record.id for record in self.committed}
-        others = [s for s in pool.slots.values() if not s.record.is_frozen and (source is None or s is not source.slot)]
-        others.sort(key=lambda slot: -age.get(slot.record.stem, 1))
-        slot = others[0] if others else None
-        old_stem = slot.record.stem if slot else ""
-        if slot is not None and pool.writable(slot):
-            slot.drain()
-        else:
-            try:
-                (slot,) = pool.fresh([pool.next_stem()], replacing=[slot] if slot else [])
-            except SpaceError as error:
-                raise SpaceError(
-                    f"{error}. A checkpoint shares the files that would be next, so new ones are needed: removing an old "
-                    "checkpoint helps too",
-                    wanted=error.wanted,
-                    free=error.free,
-                ) from error
-        # What is about to be overwritten is no generation any more.
-        self.committed = [record for record in self.committed if record.slot.stem != old_stem]
+        slots = [slot for slot in self._pool.slots.values() if not slot.record.is_frozen]
+        others = [slot for slot in slots if source is None or slot is not source.slot]
+        return max(others, key=lambda slot: age.get(slot.record.stem, 1), default=None)
+
+    def _over(self, slot: Slot) -> Target:
+        slot.drain()
+        self._forget(slot.record.stem)
         return Target(slot=slot, sums=ChunkSums(slot.layout))
+
+    def _forget(self, stem: str) -> None:
+        """What is about to be overwritten is no generation any more."""
+        self.committed = [record for record in self.committed if record.slot.stem != stem]
 
     def frozen_target(self, *, replace: bool) -> Target | None:
         """Where frozen planes are to be written, if they are: the first time, or to replace them."""
@@ -205,3 +220,16 @@ class Generations:
             gone = {slot.record.stem for slot in surplus}
             self.committed = [record for record in self.committed if record.slot.stem not in gone]
             pool.drop(surplus)
+
+    def shares(self) -> tuple[float, ...]:
+        """Each path's share of the chunks of the current generation, or of the first to come."""
+        stem = self.committed[0].slot.stem if self.committed else None
+        main = [slot for slot in self._pool.slots.values() if not slot.record.is_frozen]
+        counts = self._pool.counts_by_path(next((slot for slot in main if slot.record.stem == stem), main[0]))
+        return tuple(count / sum(counts) for count in counts)
+
+
+def _overwriting(source: Source) -> Target:
+    """The files of the current generation, to be updated in place."""
+    source.slot.drain()
+    return Target(slot=source.slot, sums=ChunkSums(source.slot.layout, source.sums.values[:]), in_place=True)

@@ -5,7 +5,7 @@ import os
 from collections.abc import Sequence
 
 from lamina.aio_native import AsyncIO
-from lamina.tiers.errors import StoreError, fault
+from lamina.tiers.errors import SpaceError, StoreError, fault
 from lamina.tiers.nvme.folder import RankFolder, sync_directory
 from lamina.tiers.nvme.layout import Layout
 from lamina.tiers.nvme.manifest import (
@@ -20,6 +20,7 @@ from lamina.tiers.nvme.manifest import (
 )
 from lamina.tiers.nvme.room import check_file_limit, file_too_large, plan_counts
 from lamina.tiers.nvme.slot import Slot
+from lamina.tiers.nvme.striping import stripe_counts
 from lamina.tiers.nvme.wear import Wear
 from lamina.tiers.tier import NvmePath, ShardSpec
 
@@ -49,6 +50,7 @@ class SlotPool:
         self.notes: list[str] = []
         self.doubt = ""
         self.failed: dict[int, OSError] = {}
+        self.weights = [path.weight for path in paths]
         self.outdated: set[str] = set()
         self._layouts: dict[tuple[bool, tuple[int, ...]], Layout] = {}
 
@@ -117,13 +119,41 @@ class SlotPool:
             groups.append((self.frozen_shards, 1))
         return plan_counts(
             groups,
-            weights=[0.0 if i in self.failed else path.weight for i, path in enumerate(self.paths)],
+            weights=[0.0 if i in self.failed else weight for i, weight in enumerate(self.weights)],
             rooms=self.rooms(replacing),
             names=[folder.root for folder in self.folders],
             chunk_bytes=self.manifest.chunk_bytes,
             what=f"job {self.manifest.job!r} rank {self.manifest.rank}: {number} generation file(s)"
             f"{' and the frozen planes' if frozen else ''}",
         )
+
+    def restripe(self, weights: Sequence[float]) -> int:
+        """From now on files are made with these weights, and those that have other shares are made anew in their turn.
+
+        Returns how many those are. Raises ValueError for what are no weights, SpaceError when files do not fit so.
+        """
+        if len(weights) != len(self.paths):
+            raise ValueError(
+                f"{len(weights)} stripe weights for {len(self.paths)} paths: give one for each, 0 to leave it out"
+            )
+        stripe_counts(weights)
+        before, self.weights = self.weights, list(weights)
+        main = [slot for slot in self.slots.values() if not slot.record.is_frozen]
+        try:
+            # As if all were made anew: what they take now is there for them.
+            counts = self.counts_for(len(main), False, main)
+        except SpaceError:
+            self.weights = before
+            raise
+        self.outdated = {slot.record.stem for slot in main if self.counts_by_path(slot) != counts}
+        return len(self.outdated)
+
+    def counts_by_path(self, slot: Slot) -> tuple[int, ...]:
+        """Chunks per path in one period of a slot's pattern."""
+        counts = [0] * len(self.paths)
+        for stripe, index in slot.where.items():
+            counts[index] += slot.record.counts[stripe]
+        return tuple(counts)
 
     def next_stem(self, after: int = 0) -> str:
         """A name for a generation file that no path has a file of, ours or foreign."""
@@ -238,9 +268,19 @@ class SlotPool:
 
     def writable(self, slot: Slot) -> bool:
         """Whether a slot's files may be written again: no checkpoint has them, no copy reads them, no path failed, and
-        there is no path that they were made without."""
+        they are not to be striped otherwise."""
         failed = set(slot.where.values()) & set(self.failed)
         return slot.own_names_only() and not (slot.holds or failed or slot.record.stem in self.outdated)
+
+    def keep_stripes(self, slot: Slot, error: SpaceError) -> bool:
+        """Write a slot's files again as they are striped, because there is no room for others; False when that is not
+        what kept them from being written."""
+        if slot.record.stem not in self.outdated or slot.record.stem not in self.slots:
+            return False
+        self.outdated.remove(slot.record.stem)
+        if self.writable(slot):
+            self.notes.append(f"{slot.record.stem} keeps the stripes that it has: {error}")
+        return self.writable(slot)
 
     def close(self, *, remove: bool) -> None:
         """Close all files; remove: delete them and the manifest."""

@@ -279,6 +279,30 @@ class GenerationStore:
                 raise StoreError(f"{directory}: nothing was restored")
             return _info(record)
 
+    @property
+    def shares(self) -> tuple[float, ...]:
+        """Each path's share of the current generation (of the first one before a commit), in the order of the paths."""
+        with self._lock:
+            return self._generations.shares()
+
+    def restripe(self, weights: Sequence[float]) -> int:
+        """Lay the generations to come out in other proportions, one weight per path as open() was given them (measured
+        bandwidth, say); 0 leaves a path out.
+
+        Nothing is copied: each generation's files are made anew when it is written anyway, and what is not written is
+        carried over as always, so after as many updates as there are generations all of them have the new shares. The
+        old ones stay readable; a crash leaves either. Frozen planes and the update that is open stay where they are, and
+        so does a generation for whose new files there is no room when its turn comes (report() tells). New files are
+        written at half speed the first time, so small changes are not worth it. The next open() goes by its own weights
+        for files that it makes.
+
+        Returns how many generations are to be laid out anew. Raises ValueError, SpaceError when they cannot fit so
+        (nothing was changed then), StoreError.
+        """
+        with self._lock:
+            self._require_open()
+            return self._pool.restripe(weights)
+
     def wear(self) -> list[PathWear]:
         """Bytes written and read per path, since the opening and in the current step."""
         return self._pool.wear.report()
