@@ -28,6 +28,11 @@ from .training import TrainingEngine
 from .usable_module import require_usable
 from .zero_options import check_paths, zero_options
 
+NOTHING_TO_RECOMPUTE = (
+    "wants blocks to be computed again, but the model has none: no ModuleList or Sequential whose children have parameters, or "
+    "only such with running statistics (batch norm). Write keep, and call engine.checkpoint() in the model"
+)
+
 
 def initialize(
     model: nn.Module | None = None,
@@ -93,6 +98,8 @@ def initialize(
         undo.callback(refuse_forward, model)
         runtime = ZeroRuntime(model, choice.params, options, ranks=ranks, spans=Spans(enabled=trace))
         undo.callback(runtime.close)
+        if settings.tiers.activations in ("device", "host", "nvme") and not runtime.recomputed:
+            raise ConfigError([("tiers.activations", NOTHING_TO_RECOMPUTE)])
         guard_state_dict(model)
         loader = _loader(settings, training_data, ranks, collate_fn, seed)
         engine = TrainingEngine(

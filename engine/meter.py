@@ -92,7 +92,7 @@ class StepMeter:
             peak_bytes={
                 str(Tier.DEVICE): runtime.device.peak,
                 str(Tier.HOST): runtime.host.peak,
-                str(Tier.NVME): runtime.placement.nvme_bytes,
+                str(Tier.NVME): runtime.placement.nvme_bytes + runtime.saved_inputs.file_bytes,
             },
             nvme_written_bytes=written,
             lower_bound_s=lower_bound(costs, barrier=not runtime.early_segments, shared_cores=True),

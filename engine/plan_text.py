@@ -85,6 +85,9 @@ class TrainingPlan:
             yield f"I/O backend: {runtime.io.backend}"
         early = "under" if runtime.early_segments else "after"
         yield f"updates start {early} the backward pass"
+        if self._settings.activations != "keep":
+            where = self._settings.activations
+            yield f"{len(runtime.recomputed)} blocks are computed again in the backward pass, their inputs wait on {where}"
 
     def _why(self) -> Iterator[str]:
         decision, explanation = self._runtime.decision, self.explanation

@@ -4,7 +4,7 @@ import atexit
 import os
 import time
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -116,6 +116,14 @@ class TrainingEngine(EnginePersistence, EngineFace):
         if scale_wrt_gas and self.window.length > 1:
             scaled = scaled / self.window.length
         return scaled * self.scaler.scale if self.scaler.scale != 1.0 else scaled
+
+    def checkpoint(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """``function(*args, **kwargs)``, computed again in the backward pass instead of keeping what autograd saves.
+
+        For parts of a model that ``tiers.activations`` does not find; it says where the inputs wait ("keep": as they are).
+        DeepSpeed's ``checkpointing.checkpoint``.
+        """
+        return self.runtime.recomputer(getattr(function, "__qualname__", repr(function)), function, args, kwargs)
 
     def backward(self, loss: torch.Tensor, *, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
         """Backward pass of one micro-batch; the gradient is the mean over the accumulation window. Returns ``loss``.

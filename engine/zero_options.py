@@ -42,18 +42,12 @@ def zero_options(
         state_tiers=state_tiers,
         overlap_update=_overlap(settings, problems) and not in_memory,
         separate_device=separate,
+        saved_input_bytes=(tiers.activation_bytes or 0) if settings.activations in ("host", "nvme") else 0,
         in_place_tiers=_in_place_tiers(settings, separate=separate),
         sub_group_numel=settings.zero_optimization.sub_group_size,
         # Gradients of several micro-batches add up and are kept anyway; else they are given up where memory is short.
         retain_gradients=tiers.host_bytes is None or settings.gradient_accumulation_steps > 1,
     )
-    if settings.activation_checkpointing.cpu_checkpointing and torch.cuda.is_available():
-        problems.append(
-            (
-                "activation_checkpointing.cpu_checkpointing",
-                "is not done by config: use torch.autograd.graph.save_on_cpu() around the layers in the model",
-            )
-        )
     if problems:
         raise ConfigError(problems)
     dtype = TORCH_DTYPE[settings.compute_dtype]
@@ -78,6 +72,7 @@ def zero_options(
         grouping=Grouping(
             leaves=LeafModules(classes=leaves.classes, names=leaves.names, name_suffixes=leaves.name_suffixes)
         ),
+        recompute=Tier(settings.activations) if settings.activations != "keep" else None,
         lookahead=_lookahead(settings),
         micro_batches=settings.gradient_accumulation_steps,
         clip_norm=settings.gradient_clipping,

@@ -79,6 +79,7 @@ class Wishes:
     chunk_numel: int = 1 << 19  # sub-groups are cut at multiples of this many elements
     staging_count: int = 3
     retain_gradients: bool = False
+    saved_input_bytes: int = 0  # host memory set aside for inputs of blocks that are computed again
     separate_device: bool = False  # the device tier is a GPU's memory: updates need a copy, fetches host buffers
     in_place_tiers: tuple[Tier, ...] = (Tier.DEVICE, Tier.HOST)  # where compute can use parameters as they lie
 

@@ -84,6 +84,7 @@ class Needs:
                 "gradients": self.gradient_bytes(),
                 "update buffers": staging if self.updates_stream() else 0,
                 "fetch buffers": self.fetch_buffer_bytes(),
+                "saved inputs": page_up(self.wishes.saved_input_bytes),
             }
         )
 

@@ -5,6 +5,7 @@ own parameters are large; all that is left is the root group. Huge blocks are sp
 neighbours are joined. Where the budgets do not hold such groups, finer ones are tried: see GroupLimits.finer.
 """
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -164,6 +165,19 @@ def _blocks(
             children_are_blocks = not is_block and isinstance(part, nn.ModuleList | nn.Sequential)
         prefix = f"{name}." if name else ""
         stack += reversed([(prefix + n, child, children_are_blocks) for n, child in part.named_children()])
+
+
+def find_blocks(
+    module: nn.Module, is_block: Callable[[str, nn.Module], bool] | None = None
+) -> list[tuple[str, nn.Module]]:
+    """The outermost blocks that have a forward of their own and parameters, with their names, in module order."""
+    found = []
+    for name, block in _blocks(module, is_block, sys.maxsize):
+        if isinstance(block, nn.ModuleList | nn.ModuleDict):
+            found += [(f"{name}.{inner}", part) for inner, part in find_blocks(block, is_block)]
+        else:
+            found.append((name, block))
+    return found
 
 
 def _join_tiny(groups: Sequence[GroupSpec], tiny_numel: int) -> list[GroupSpec]:

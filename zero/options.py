@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 
 from lamina.aio_native import AsyncIO
-from lamina.tiers import Budgets, NvmePath, Wishes
+from lamina.tiers import Budgets, NvmePath, Tier, Wishes
 from lamina.tiers.gpu import Accelerator
 
 from .grouping import Grouping
@@ -38,6 +38,7 @@ class ZeroOptions:
     keep_state: bool = False
     resume: bool | Literal["auto"] | None = None  # with keep_state: see ZeroRuntime
     client: torch.optim.Optimizer | None = None  # runs instead of lamina's Adam, on state in memory
+    recompute: Tier | None = None  # blocks are computed again in the backward pass, their inputs wait on that tier
     lookahead: int = 64
     micro_batches: int = 1  # that a step accumulates, as far as the placement is to reckon with
     clip_norm: float = 0.0

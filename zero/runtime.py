@@ -13,11 +13,13 @@ from lamina.tiers import (
     Executor,
     GenerationStore,
     Home,
+    PlacementError,
     Spans,
     StoreError,
     Tier,
 )
 from lamina.tiers.memory import check_budget, read_memory_limits
+from lamina.tiers.nvme.unnamed import UnnamedFile
 
 from .access import claim, disclaim
 from .away import is_away
@@ -28,11 +30,15 @@ from .collector import GradientCollector
 from .fetch_buffers import FetchBuffers
 from .fitting import fit_groups
 from .gradients import Gradients
+from .grouping import find_blocks
 from .initial_state import InitialState
 from .kernels import Kernels
 from .optimizer import TieredAdam
 from .options import ZeroOptions
+from .recompute import Recomputer
+from .recomputed_blocks import RecomputedBlocks, has_running_statistics
 from .reducer import Reducer
+from .saved_inputs import InputsAsTheyAre, InputsInFile, InputsInHost, Room, SavedInputs, arena_within
 from .segment import Segment
 from .state import ZeroState
 from .update import Updater
@@ -57,6 +63,8 @@ class ZeroRuntime:
         self.ranks = ranks or Ranks()
         self.spans = spans or Spans()
         self._in_backward = False
+        self.recomputed: tuple[str, ...] = ()
+        """Names of the blocks that are computed again in the backward pass."""
         self._closing = ExitStack()
         self._closing.callback(self.ranks.close)
         try:
@@ -152,8 +160,54 @@ class ZeroRuntime:
             watch_in_place=any(segment.in_place for segment in self.early_segments),
         )
         self._closing.callback(self.state.remove)
+        self._recompute_blocks()
         claim(self)
         self._closing.callback(disclaim, self)
+
+    def _recompute_blocks(self) -> None:
+        """Let the blocks be computed again in the backward pass, where that is wished; see recompute.py."""
+        options = self.options
+        self.saved_inputs: SavedInputs = InputsAsTheyAre()
+        if options.recompute in (Tier.HOST, Tier.NVME):
+            room = Room(self._room_for_inputs(), options.accelerator)
+            if options.recompute is Tier.HOST:
+                self.saved_inputs = InputsInHost(room, options.accelerator)
+            else:
+                self.saved_inputs = InputsInFile(room, self._inputs_file(), options.accelerator)
+        self._closing.callback(self.saved_inputs.close)
+        device = options.accelerator.device if options.accelerator is not None else None
+        self.recomputer = Recomputer(self.state, self.saved_inputs, device)
+        if options.recompute is not None:
+            found = find_blocks(self.module, options.grouping.chooser(self.module))
+            blocks = [(name, block) for name, block in found if not has_running_statistics(block)]
+            self.recomputed = tuple(name for name, _ in blocks)
+            self._closing.callback(RecomputedBlocks(blocks, self.recomputer).restore)
+
+    def _room_for_inputs(self) -> Arena | None:
+        """The part of the host tier for saved inputs: what was set aside, else what is left; None without a budget."""
+        wanted = self.options.wishes.saved_input_bytes
+        if wanted:
+            arena = arena_within(self.host, wanted)
+            self._closing.callback(arena.close)
+            return arena
+        if self.options.budgets.host_bytes is None:
+            return None
+        if self.placement.scratch_bytes:
+            raise PlacementError(
+                "tiers.host_bytes leaves nothing that saved inputs could use (gradients go to a scratch file): set memory aside "
+                "for them with tiers.activation_bytes, two inputs of a block at least"
+            )
+        return self.host
+
+    def _inputs_file(self) -> UnnamedFile:
+        """On the first path; its quota is what the state leaves of it."""
+        if self.io is None:
+            self.io = self.options.open_io()
+            self._closing.callback(self.io.close)
+        path = self.options.nvme[0]
+        taken = -(-self.placement.nvme_bytes // len(self.options.nvme))
+        limit = None if path.bytes is None else max(0, path.bytes - taken)
+        return UnnamedFile(path.path, self.io, limit=limit)
 
     def _client(self) -> ClientOptimizer | None:
         if self.options.client is None:

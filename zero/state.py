@@ -109,7 +109,7 @@ class ZeroState:
         self._refuse_compiled()
         with ExitStack() as stack:
             if self._track_saved:
-                stack.enter_context(saved_tensors_hooks(self._pack, self._unpack))
+                stack.enter_context(saved_tensors_hooks(self._pack, self.unpack))
             if self.streamed_group_of:
                 stack.enter_context(FetchOnUse(self.executor, self.streamed_group_of))
             yield
@@ -137,29 +137,44 @@ class ZeroState:
     def _hook_modules(self, module: nn.Module) -> None:
         """A module with streamed parameters of its own keeps their groups resident while its forward runs."""
         for part in module.modules():
-            used = sorted(
-                {
-                    group
-                    for parameter in part.parameters(recurse=False)
-                    if (group := self.streamed_group_of.get(id(parameter))) is not None
-                }
-            )
+            used = self._groups_of(part)
             if not used:
                 continue
-
             uses = _ModuleUse(self.executor, used)
             self._handles.append(part.register_forward_pre_hook(uses.begin, prepend=True))
             self._handles.append(part.register_forward_hook(uses.end, always_call=True))
 
+    def _groups_of(self, part: nn.Module) -> list[int]:
+        """Groups of the streamed parameters that a module has of its own."""
+        groups = (self.streamed_group_of.get(id(parameter)) for parameter in part.parameters(recurse=False))
+        return sorted({group for group in groups if group is not None})
+
+    @contextmanager
+    def pinned(self, part: nn.Module) -> Iterator[None]:
+        """A module's own parameters stay resident inside: for a forward that is not called through the module."""
+        use = _ModuleUse(self.executor, self._groups_of(part))
+        use.begin(part, ())
+        try:
+            yield
+        finally:
+            use.end(part, (), None)
+
     # -- saved tensors: see [Note: saved parameters] -------------------------------------------------------------------
 
-    def _pack(self, tensor: torch.Tensor) -> SavedParameter | SavedActivation:
-        segment = self.bound.get(tensor.untyped_storage().data_ptr())
-        if segment is not None:
-            return SavedParameter(self, segment, tensor)
-        return SavedActivation(tensor, tensor._version)
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor lies in a group's memory."""
+        return tensor.untyped_storage().data_ptr() in self.bound
 
-    def _unpack(self, saved: SavedParameter | SavedActivation) -> torch.Tensor:
+    def reference(self, tensor: torch.Tensor) -> SavedParameter | None:
+        """What stands for a tensor over a group's memory; None for any other."""
+        segment = self.bound.get(tensor.untyped_storage().data_ptr())
+        return SavedParameter(self, segment, tensor) if segment is not None else None
+
+    def _pack(self, tensor: torch.Tensor) -> SavedParameter | SavedActivation:
+        return self.reference(tensor) or SavedActivation(tensor, tensor._version)
+
+    def unpack(self, saved: SavedParameter | SavedActivation) -> torch.Tensor:
+        """The tensor, its group fetched where need be. Raises RuntimeError when it was changed in place."""
         if isinstance(saved, SavedActivation):
             if saved.tensor._version != saved.version:
                 raise RuntimeError(

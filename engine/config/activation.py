@@ -9,13 +9,13 @@ from lamina.engine.config.quantities import PositiveCount
 
 
 class ActivationCheckpointingConfig(Block):
-    """Kept for configs that have it: which layers are recomputed is said in the model, with torch.utils.checkpoint."""
+    """How a model's own calls of checkpoint() are to keep inputs; ``tiers.activations`` recomputes blocks without any."""
 
     partition_activations: bool = hint(False, "there is no model parallelism over which saved inputs could be cut")
     cpu_checkpointing: bool = Field(
-        default=False, description="keep saved inputs in host memory; without a GPU they are there anyway"
+        default=False, description="compute blocks again in the backward pass, from inputs kept in host memory"
     )
-    number_checkpoints: PositiveCount | None = hint(None, "the model says which layers are recomputed")
+    number_checkpoints: PositiveCount | None = hint(None, "inputs take the memory that they need")
     contiguous_memory_optimization: bool = hint(
         False, "it moves saved inputs between buffers; the results are the same"
     )

@@ -222,6 +222,21 @@ def _placement(config: EngineConfig) -> Iterator[Finding]:
             yield Finding("tiers.placement", message, ("fp16", "bf16"), warns=True)
 
 
+def _activations(config: EngineConfig) -> Iterator[Finding]:
+    tiers, where = config.tiers, "tiers.activations"
+    if config.activations == "nvme" and not config.nvme_paths:
+        yield Finding(where, 'is "nvme", and no folder is named: give tiers.nvme', ("tiers.nvme", _ZERO))
+    if tiers.activations in ("keep", "device", "nvme") and config.activation_checkpointing.cpu_checkpointing:
+        yield Finding(
+            where,
+            f'is "{tiers.activations}", but activation_checkpointing.cpu_checkpointing puts inputs in host memory: keep one',
+            ("activation_checkpointing.cpu_checkpointing",),
+        )
+    if tiers.activation_bytes is not None and config.activations not in ("host", "nvme"):
+        message = f'has no effect while tiers.activations is "{config.activations}"'
+        yield Finding("tiers.activation_bytes", message, (where, "activation_checkpointing"), warns=True)
+
+
 def _aio(config: EngineConfig) -> Iterator[Finding]:
     if config.aio.use_gds:
         yield Finding("aio.use_gds", "GPUDirect storage is not offered: write false")
@@ -293,6 +308,7 @@ CHECKS: tuple[Check, ...] = (
     _shares,
     _offload,
     _placement,
+    _activations,
     _aio,
     _optimizer,
     _scheduler,

@@ -154,6 +154,14 @@ class EngineConfig(Block):
         paths = [block.nvme_path for block in blocks if block.device == "nvme" and block.nvme_path is not None]
         return tuple(NvmePathConfig(path=path) for path in dict.fromkeys(paths))
 
+    @property
+    def activations(self) -> Literal["keep", "device", "host", "nvme"]:
+        """Where the inputs of blocks wait that are computed again in the backward pass; "keep": none are."""
+        wanted = self.tiers.activations
+        if wanted != "auto":
+            return wanted
+        return "host" if self.activation_checkpointing.cpu_checkpointing else "keep"
+
     def placement(self) -> dict[PlaneName, Literal["auto"] | PlaneChoice]:
         """For each plane the tier that was asked for, shares of tiers, or "auto": the planner's to choose.
 

@@ -96,6 +96,15 @@ class TiersConfig(Block):
     overlap_update: Literal["auto"] | bool = own_auto(
         "auto", description="update a group under the backward pass as soon as its gradient is final"
     )
+    activations: Literal["auto", "keep", "device", "host", "nvme"] = own_auto(
+        "auto",
+        description="keep: what autograd saves stays; else blocks are computed again from inputs kept on that tier; auto: host "
+        "with activation_checkpointing.cpu_checkpointing, else keep",
+    )
+    activation_bytes: Bytes | None = Field(
+        default=None,
+        description="host memory set aside for such inputs (on their way, with nvme); null: what host_bytes leaves",
+    )
     lookahead: Literal["auto"] | Count = own_auto("auto", description="groups fetched ahead of use")
     job: str = Field(default="default", description="folder name under each NVMe path; one job per name at a time")
     io_backend: Literal["auto", "uring", "threads"] = own_auto("auto", description="how NVMe I/O is done")

@@ -18,7 +18,7 @@ def emit_config(item: Option, *, nvme_path: str = "lamina-nvme", lr: float = 1e-
     ``nvme_path`` is named once for all nvme state; ``lr`` is a placeholder that users will change.
     """
     case = item.case
-    load, place, part = case.load, case.place, case.slice
+    load, part = case.load, case.slice
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": load.micro_batch,
         "gradient_accumulation_steps": load.accumulation,
@@ -33,8 +33,6 @@ def emit_config(item: Option, *, nvme_path: str = "lamina-nvme", lr: float = 1e-
     if load.dtype is not DType.FP32:
         config[load.dtype.value] = {"enabled": True}
     config["zero_optimization"] = _zero(item)
-    if load.checkpoint_interval and place.activations == HOST:
-        config["activation_checkpointing"] = {"cpu_checkpointing": True}
     config["tiers"] = _tiers(item, nvme_path)
     return config
 
@@ -62,6 +60,8 @@ def _tiers(item: Option, nvme_path: str) -> dict[str, Any]:
         "generations": case.buffers.generations,
         "lookahead": case.buffers.lookahead,
     }
+    if case.load.checkpoint_interval:
+        tiers["activations"] = place.activations
     for tier, key in ((DEVICE, "device_bytes"), (HOST, "host_bytes")):
         need = budget_bytes(item, tier)
         if need:

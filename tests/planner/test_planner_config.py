@@ -53,6 +53,7 @@ def test_every_placement_gives_a_config_that_loads(where: Placement, load: Workl
     assert config.zero_optimization.stage == where.stage
     assert config.grad_accum_dtype == {2: load.dtype, 4: "fp32"}[load.grad_bytes]
     assert config.tiers.generations == 2
+    assert config.activations == (where.activations if load.checkpoint_interval else "keep")
     names = {"none": DEVICE, "cpu": HOST, "nvme": NVME}
     assert names[config.zero_optimization.offload_param.device] == where.param
     assert names[config.zero_optimization.offload_optimizer.device] == where.optimizer

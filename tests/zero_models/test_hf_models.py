@@ -22,6 +22,16 @@ def test_five_steps_on_nvme_in_half_the_memory_are_bit_equal(name: str, tmp_path
     assert list(differences(train_tiered(*MODELS[name], config, steps=5), train_plain(*MODELS[name], steps=5))) == []
 
 
+@pytest.mark.parametrize(
+    ("name", "activations"),
+    [("gpt2", "host"), ("gpt2", "nvme"), ("llama", "device"), ("bert", "nvme"), ("t5", "host"), ("mixtral", "nvme")],
+)
+def test_blocks_computed_again_are_bit_equal(name: str, activations: str, tmp_path: Path) -> None:
+    config = nvme(tmp_path, activations=activations)
+    run = {"steps": 3, "accumulation": 2}
+    assert list(differences(train_tiered(*MODELS[name], config, **run), train_plain(*MODELS[name], **run))) == []
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_twenty_steps_are_bit_equal_everywhere(name: str, tmp_path: Path) -> None:
