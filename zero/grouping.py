@@ -172,7 +172,7 @@ def find_blocks(
 ) -> list[tuple[str, nn.Module]]:
     """The outermost blocks that have a forward of their own and parameters, with their names, in module order."""
     found = []
-    for name, block in _blocks(module, is_block, sys.maxsize):
+    for name, block in _blocks(module, is_block, sys.maxsize, LeafModules()):
         if isinstance(block, nn.ModuleList | nn.ModuleDict):
             found += [(f"{name}.{inner}", part) for inner, part in find_blocks(block, is_block)]
         else:
