@@ -9,8 +9,12 @@ from lamina.engine.planner.machine import Machine
 from lamina.engine.planner.model_shape import ModelShape
 from lamina.engine.planner.placement import DEVICE, HOST, NVME, Placement
 from lamina.engine.planner.rank_slice import RankSlice, rank_slice
+from lamina.engine.planner.segments import segments_of
 from lamina.engine.planner.state_bytes import DType, plane_bytes_per_param
 from lamina.engine.planner.workload import Workload
+from lamina.tiers.homes import Home, SegmentSize, Wishes
+from lamina.tiers.needs import Needs
+from lamina.tiers.tier import Tier
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,28 +49,44 @@ class Case:
         away = self.place.param == DEVICE and self.place.optimizer == HOST
         return away and not self.machine.shared_memory
 
+    @cached_property
+    def segments(self) -> tuple[SegmentSize, ...]:
+        """The fullest rank's segments, as the tier layer sees them."""
+        return tuple(segments_of(self.slice, self.load, self.place, self.planes))
+
+    @cached_property
+    def wishes(self) -> Wishes:
+        """What the engine asks of the tier layer for this placement."""
+        place, load, own = self.place, self.load, self.buffers
+        spread = place.stage == 3 and self.slice.ranks > 1
+        reachable = (Tier.DEVICE, Tier.HOST) if self.machine.shared_memory else (Tier.DEVICE,)
+        # A barrier, a loss scaler, other ranks and updates in place all want every gradient before the first update.
+        free = not load.barrier and load.dtype is not DType.FP16 and self.machine.ranks == 1 and own.generations > 1
+        return Wishes(
+            param_tiers=(Tier(place.param),),
+            state_tiers=(Tier(place.optimizer),),
+            overlap_update=free,
+            sub_group_numel=own.sub_group,
+            staging_count=own.update_depth,
+            retain_gradients=load.accumulation > 1,
+            separate_device=not self.machine.shared_memory,
+            in_place_tiers=() if spread else reachable,
+        )
+
+    @cached_property
+    def needs(self) -> Needs:
+        """The tier layer's own arithmetic over this placement: what the engine will allocate."""
+        home = Home(param=Tier(self.place.param), state=Tier(self.place.optimizer))
+        return Needs(
+            segments=self.segments,
+            homes={segment.name: home for segment in self.segments},
+            wishes=self.wishes,
+            generations=self.buffers.generations,
+            spill=self.place.grad == NVME,
+        )
+
     @property
     def early_update(self) -> bool:
-        """Gradients are used up under the backward pass as they come, and are never all held.
-
-        Not with a barrier, a loss scaler or sums over micro-batches, and only where a generation can be
-        dropped.
-        """
-        load = self.load
-        free = not load.barrier and load.dtype is not DType.FP16 and load.accumulation == 1
-        return free and self.place.optimizer == NVME and self.place.grad == HOST and self.buffers.generations > 1
-
-    def held_gradients(self) -> int:
-        """Elements of gradients that are held at once off the device."""
-        part = self.slice
-        shards = part.trainable if self.place.stage < 2 else part.trainable_shards
-        if not self.early_update:
-            return sum(shards)
-        return shards[0] + sum(sorted(shards[1:])[-2:])
-
-    @property
-    def gathers(self) -> bool:
-        """Parameters are put together before use: split over ranks, or homed where compute cannot reach
-        them."""
-        reachable = self.place.param == DEVICE or (self.machine.shared_memory and self.place.param == HOST)
-        return self.place.stage == 3 and (self.slice.ranks > 1 or not reachable)
+        """Gradients are used up under the backward pass as they come, and are never all held."""
+        wishes = self.wishes
+        return wishes.overlap_update and not wishes.retain_gradients and self.place.optimizer == NVME

@@ -7,7 +7,6 @@ from lamina.engine.planner.case import Case
 from lamina.engine.planner.items import ALWAYS, AUTOGRAD, TRAINED, Item, Kind, Phase
 from lamina.engine.planner.pass_items import activation_items, staging_items, window_items
 from lamina.engine.planner.placement import DEVICE, HOST
-from lamina.engine.planner.state_bytes import nvme_bytes
 from lamina.engine.planner.state_items import gradient_items, optimizer_items, parameter_items
 
 
@@ -28,13 +27,17 @@ class Footprint:
                 result[item.kind] = result.get(item.kind, 0) + item.nbytes
         return result
 
-    def arena(self, tier: str) -> dict[Kind, int]:
-        """Bytes by kind that one rank takes of the tier's byte budget at its fullest."""
+    def arena(self, tier: str, *, built_only: bool = False) -> dict[Kind, int]:
+        """Bytes by kind that one rank takes of the tier's byte budget at its fullest.
+
+        ``built_only``: no more than lies there before the first step.
+        """
         mine = [item for item in self.items if item.tier == tier and item.arena]
-        phase = max(Phase, key=lambda each: sum(item.nbytes for item in mine if each in item.phases))
+        phases = (Phase.INIT,) if built_only else tuple(Phase)
+        fullest = max(phases, key=lambda phase: sum(item.nbytes for item in mine if phase in item.phases))
         result: dict[Kind, int] = {}
         for item in mine:
-            if phase in item.phases and item.nbytes:
+            if fullest in item.phases and item.nbytes:
                 result[item.kind] = result.get(item.kind, 0) + item.nbytes
         return result
 
@@ -45,13 +48,14 @@ class Footprint:
     def resident(self, tiers: Sequence[str], phase: Phase) -> dict[Kind, int]:
         """Bytes by kind that one process occupies when ``tiers`` are all host memory.
 
-        An arena's pages stay once they were used, so arenas count at their fullest, all else as it is in
-        ``phase``.
+        An arena's pages are taken when they are first used and stay then: from the first step on arenas count at
+        their fullest, all else as it is in ``phase``.
         """
         result: dict[Kind, int] = {}
         for tier in tiers:
             outside = [item for item in self.items if item.tier == tier and not item.arena and phase in item.phases]
-            for kind, nbytes in (*self.arena(tier).items(), *((item.kind, item.nbytes) for item in outside)):
+            held = self.arena(tier, built_only=phase is Phase.INIT)
+            for kind, nbytes in (*held.items(), *((item.kind, item.nbytes) for item in outside)):
                 result[kind] = result.get(kind, 0) + nbytes
         return result
 
@@ -101,9 +105,9 @@ def _fragments(case: Case, items: Sequence[Item]) -> Iterator[Item]:
 
 
 def _checkpoint_bytes(case: Case) -> int:
-    part = case.slice
-    frozen = sum(part.frozen_shards) * case.load.itemsize
-    return nvme_bytes(part.trainable_shards, case.planes, generations=1) + frozen
+    planes = case.planes.values()
+    trained = sum(s.shard_bytes(size) for s in case.segments if s.grad_itemsize for size in planes)
+    return trained + sum(s.shard_bytes(s.param_itemsize) for s in case.segments if not s.grad_itemsize)
 
 
 def _runtime(case: Case) -> Iterator[Item]:

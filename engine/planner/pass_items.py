@@ -6,27 +6,25 @@ from lamina.engine.planner.activations import ActivationBytes, activation_bytes
 from lamina.engine.planner.case import Case
 from lamina.engine.planner.items import ON_THE_WAY_BACK, TRAINED, Item, Kind, Phase
 from lamina.engine.planner.placement import DEVICE, HOST, NVME
-from lamina.engine.planner.state_bytes import ALIGN_ELEMENTS, CHUNK_ELEMENTS, align_up
+from lamina.engine.planner.state_bytes import ALIGN_ELEMENTS, align_up
+from lamina.tiers.needs import staging_bytes
 
 
-def window_numel(case: Case) -> int:
-    """Elements of gathered groups: the largest ones, as many as are in use and fetched ahead at once.
+def window_bytes(case: Case) -> int:
+    """Gathered groups: the largest ones, as many as are in use and fetched ahead at once.
 
-    With ``max_live`` set: so many elements of blocks (the one in use at least) and the root group.
+    With ``max_live`` set, as other systems do: so many elements of blocks (the one in use at least) and the root group.
     """
     part, own = case.slice, case.buffers
-    if own.max_live is None:
-        return sum(sorted(part.groups, reverse=True)[: 1 + own.lookahead])
-    return part.root + max(min(own.max_live, sum(part.groups[1:])), part.largest_block)
+    if own.max_live is None or not case.needs.streamed():
+        return case.needs.window_bytes(1 + own.lookahead)
+    live = part.root + max(min(own.max_live, sum(part.groups[1:])), part.largest_block)
+    return live * case.load.itemsize
 
 
 def window_items(case: Case) -> Iterator[Item]:
-    if not case.gathers:
-        return
-    size = case.load.itemsize
-    numel = window_numel(case)
-    formula = f"{size} B x {numel}: the groups in use and fetched ahead"
-    yield Item(tier=DEVICE, kind=Kind.WINDOW, nbytes=numel * size, phases=TRAINED, formula=formula)
+    formula = f"{case.load.itemsize} B x the groups in use and fetched ahead"
+    yield Item(tier=DEVICE, kind=Kind.WINDOW, nbytes=window_bytes(case), phases=TRAINED, formula=formula)
 
 
 def activation_items(case: Case) -> Iterator[Item]:
@@ -84,39 +82,25 @@ def update_sub_group(case: Case) -> int:
     checksum chunks and at least one. With g bytes of other state in host memory and u bytes per element in
     all buffers a budget of g + u * n leaves u * n <= g / 2.
     """
-    part, own, place = case.slice, case.buffers, case.place
-    others = case.held_gradients() * case.load.grad_bytes if place.grad == HOST else 0
-    if place.param == HOST:
-        others += sum(part.shards if part.ranks > 1 else part.groups) * case.load.itemsize
+    own, needs = case.buffers, case.needs
+    others = sum(needs.host_items(0).values())
     per_element = own.update_depth * sum(case.planes.values())
-    useful = align_up(max(part.trainable_shards, default=0), ALIGN_ELEMENTS)
+    useful = align_up(max((s.shard_numel for s in case.segments if s.trained), default=0), ALIGN_ELEMENTS)
+    chunk = case.wishes.chunk_numel
     wanted = min(own.sub_group, others // 2 // per_element)
-    return min(max(wanted // CHUNK_ELEMENTS, 1) * CHUNK_ELEMENTS, useful)
+    return min(max(wanted // chunk, 1) * chunk, useful)
 
 
 def staging_items(case: Case) -> Iterator[Item]:
-    part, load, place, own = case.slice, case.load, case.place, case.buffers
-    gpu = not case.machine.shared_memory
-    largest = max(part.shards)
-    update = frozenset({Phase.UPDATE})
-    if place.param == NVME and gpu:
-        nbytes = (1 + own.lookahead) * largest * load.itemsize
-        formula = f"{1 + own.lookahead} group shards read from nvme for the device"
-        yield Item(tier=HOST, kind=Kind.PINNED, nbytes=nbytes, phases=TRAINED, formula=formula)
-    if place.grad != DEVICE and gpu:
-        nbytes = 2 * largest * load.itemsize
-        yield Item(
-            tier=HOST,
-            kind=Kind.PINNED,
-            nbytes=nbytes,
-            phases=ON_THE_WAY_BACK,
-            formula="two group shards of gradients from the device",
-        )
-    if place.optimizer == NVME:
-        per_param = sum(case.planes.values()) + (load.grad_bytes if place.grad == NVME else 0)
+    part, own, needs = case.slice, case.buffers, case.needs
+    formula = "two buffers for the largest group's shard, read from nvme for the device"
+    nbytes = needs.fetch_buffer_bytes()
+    yield Item(tier=HOST, kind=Kind.PINNED, nbytes=nbytes, phases=TRAINED, formula=formula)
+    if needs.updates_stream():
         sub_group = update_sub_group(case)
-        nbytes = own.update_depth * sub_group * per_param
-        formula = f"{own.update_depth} sub-groups of {sub_group} x {per_param} B"
+        nbytes = staging_bytes(case.segments, case.wishes, sub_group)
+        formula = f"{own.update_depth} sub-groups of {sub_group} x {sum(case.planes.values())} B"
+        update = frozenset({Phase.UPDATE})
         yield Item(tier=HOST, kind=Kind.PINNED, nbytes=nbytes, phases=update, formula=formula)
     yield Item(
         tier=HOST,

@@ -4,14 +4,13 @@ from collections.abc import Iterator
 
 from lamina.engine.planner.case import Case
 from lamina.engine.planner.items import ALWAYS, ON_THE_WAY_BACK, TRAINED, Item, Kind, Phase
-from lamina.engine.planner.placement import DEVICE, NVME
+from lamina.engine.planner.placement import DEVICE, HOST, NVME
 from lamina.engine.planner.state_bytes import (
     EXP_AVG,
     EXP_AVG_SQ,
     MASTER,
     PARAM,
     REMAINDER,
-    nvme_bytes,
 )
 
 _PLANE_KIND = {
@@ -27,30 +26,26 @@ def parameter_items(case: Case) -> Iterator[Item]:
     part, size, tier = case.slice, case.load.itemsize, case.place.param
     if tier == NVME:
         copies = case.buffers.generations + case.buffers.checkpoints_kept
-        moving = nvme_bytes(part.trainable_shards, {PARAM: size}, generations=copies)
-        still = nvme_bytes(part.frozen_shards, {PARAM: size}, generations=1)
+        nbytes = sum(s.shard_bytes(size) * (copies if s.grad_itemsize else 1) for s in case.segments)
         formula = f"{size} B x trainable / {part.ranks} ranks x {copies} generations + frozen once"
-        yield Item(tier=NVME, kind=Kind.PARAMETERS, nbytes=moving + still, phases=ALWAYS, formula=formula)
-        return
-    numel = sum(part.shards) if case.place.stage == 3 else part.numel
-    split = f" / {part.ranks} ranks" if case.place.stage == 3 else ""
-    formula = f"{size} B x {part.numel}{split}"
-    yield Item(tier=tier, kind=Kind.PARAMETERS, nbytes=numel * size, phases=ALWAYS, formula=formula)
+    else:
+        nbytes = sum(segment.home_bytes for segment in case.segments)
+        split = f" / {part.ranks} ranks" if case.place.stage == 3 else ""
+        formula = f"{size} B x {part.numel}{split}"
+    yield Item(tier=tier, kind=Kind.PARAMETERS, nbytes=nbytes, phases=ALWAYS, formula=formula)
 
 
 def optimizer_items(case: Case) -> Iterator[Item]:
     part, tier = case.slice, case.place.optimizer
-    shards = part.trainable if case.place.stage == 0 else part.trainable_shards
+    trained = [segment for segment in case.segments if segment.grad_itemsize]
     split = "" if case.place.stage == 0 else f" / {part.ranks} ranks"
     copies = case.buffers.generations + case.buffers.checkpoints_kept
     for plane, size in case.planes.items():
         if plane == PARAM and not case.param_copy:
             continue
+        nbytes, formula = sum(s.shard_bytes(size) for s in trained), f"{plane}: {size} B x trainable{split}"
         if tier == NVME:
-            nbytes = nvme_bytes(shards, {plane: size}, generations=copies)
-            formula = f"{plane}: {size} B x trainable{split} x {copies} generations"
-        else:
-            nbytes, formula = sum(shards) * size, f"{plane}: {size} B x trainable{split}"
+            nbytes, formula = nbytes * copies, f"{formula} x {copies} generations"
         yield Item(tier=tier, kind=_PLANE_KIND[plane], nbytes=nbytes, phases=ALWAYS, formula=formula)
 
 
@@ -60,17 +55,40 @@ def gradient_items(case: Case) -> Iterator[Item]:
     Several micro-batches add up in planes that live over all passes; those of a single one fill on the way
     back.
     """
-    part, load, tier = case.slice, case.load, case.place.grad
+    if case.place.grad == DEVICE:
+        yield from _device_gradients(case)
+    else:
+        yield from _host_gradients(case)
+    yield from _buckets(case)
+
+
+def _host_gradients(case: Case) -> Iterator[Item]:
+    """As the engine keeps them: this rank's shards in host memory, those that it cannot hold in a scratch file."""
+    part, load, needs = case.slice, case.load, case.needs
+    split = "" if case.place.stage == 0 else f" / {part.ranks} ranks"
+    formula = f"{load.grad_bytes} B x trainable{split}"
+    if needs.spill:
+        scratch = f"{formula}: a place for each in a scratch file"
+        yield Item(tier=NVME, kind=Kind.GRADIENTS, nbytes=needs.scratch_bytes(), phases=ALWAYS, formula=scratch)
+        formula = f"{load.grad_bytes} B x the two largest shards, the others in the scratch file"
+    elif case.early_update:
+        formula = f"{load.grad_bytes} B x (root group + two blocks): used up as they come"
+    last = frozenset({Phase.BACKWARD_END, Phase.UPDATE})
+    held = last | TRAINED if load.accumulation > 1 else last
+    yield Item(tier=HOST, kind=Kind.GRADIENTS, nbytes=needs.gradient_bytes(), phases=held, formula=formula)
+    yield _in_flight(case)
+
+
+def _device_gradients(case: Case) -> Iterator[Item]:
+    """Beside an optimizer on a GPU, as other systems keep them: whole below stage 2."""
+    part, load, tier = case.slice, case.load, DEVICE
     shards = part.trainable if case.place.stage < 2 else part.trainable_shards
     split = "" if case.place.stage < 2 else f" / {part.ranks} ranks"
     update = frozenset({Phase.UPDATE})
     held = update | (TRAINED if load.accumulation > 1 else frozenset({Phase.BACKWARD_END}))
-    own = tier == DEVICE and load.itemsize == load.grad_bytes and case.place.stage < 2
-    on_files = nvme_bytes(shards, {"grad": load.grad_bytes}, generations=1) if tier == NVME else 0
-    nbytes = on_files or case.held_gradients() * load.grad_bytes
+    own = load.itemsize == load.grad_bytes and case.place.stage < 2
+    nbytes = sum(shards) * load.grad_bytes
     formula = f"{load.grad_bytes} B x trainable{split}"
-    if case.early_update:
-        formula = f"{load.grad_bytes} B x (root group + two blocks): used up as they come"
     if own and load.accumulation == 1:
         # Autograd's output is the held gradient itself: the last block's comes as its activations go, that of
         # position tables and their like after them.
@@ -79,9 +97,7 @@ def gradient_items(case: Case) -> Iterator[Item]:
         last = frozenset({Phase.BACKWARD_END})
         yield Item(tier=tier, kind=Kind.GRADIENTS, nbytes=nbytes - open_yet, phases=last, formula=formula)
         held = update
-    # Files are reserved once.
-    phases = ALWAYS if tier == NVME else held
-    yield Item(tier=tier, kind=Kind.GRADIENTS, nbytes=nbytes, phases=phases, formula=formula)
+    yield Item(tier=tier, kind=Kind.GRADIENTS, nbytes=nbytes, phases=held, formula=formula)
     root, block = part.trainable[0] * load.itemsize, max(part.trainable[1:], default=0) * load.itemsize
     if case.buffers.half_gradients_kept and load.itemsize < load.grad_bytes and case.place.stage < 2:
         formula = f"{load.itemsize} B x trainable, whole until reduced"
@@ -93,11 +109,20 @@ def gradient_items(case: Case) -> Iterator[Item]:
         nbytes = min(root, case.model.vocab * case.model.hidden * load.itemsize) + block // 3
         yield Item(tier=DEVICE, kind=Kind.IN_FLIGHT, nbytes=nbytes, phases=first, formula=formula)
     else:
-        # The group in work, and the one before it that is still on its way.
-        formula = f"{load.itemsize} B x (root group + two blocks in flight)"
-        nbytes = root + block * min(2, len(part.trainable) - 1)
-        yield Item(tier=DEVICE, kind=Kind.IN_FLIGHT, nbytes=nbytes, phases=ON_THE_WAY_BACK, formula=formula)
-    yield from _buckets(case)
+        yield _in_flight(case)
+
+
+def _in_flight(case: Case) -> Item:
+    """Autograd's own output: the group in work, and the one before it that is still on its way."""
+    load, trainable = case.load, case.slice.trainable
+    block = max(trainable[1:], default=0) * min(2, len(trainable) - 1)
+    return Item(
+        tier=DEVICE,
+        kind=Kind.IN_FLIGHT,
+        nbytes=(trainable[0] + block) * load.itemsize,
+        phases=ON_THE_WAY_BACK,
+        formula=f"{load.itemsize} B x (root group + two blocks in flight)",
+    )
 
 
 def _buckets(case: Case) -> Iterator[Item]:
@@ -110,9 +135,9 @@ def _buckets(case: Case) -> Iterator[Item]:
     if part.ranks < 2:
         return
     if own.reduce_bucket is not None:
-        numel = min(own.reduce_bucket, part.trainable_numel) * own.bucket_count
+        nbytes = min(own.reduce_bucket, part.trainable_numel) * own.bucket_count * size
         formula = f"{size} B x {own.bucket_count} buckets"
     else:
-        numel = part.trainable[0] + sum(sorted(part.trainable[1:])[-3:])
+        nbytes = case.needs.bucket_bytes()
         formula = f"{size} B x (root group + three blocks)"
-    yield Item(tier=DEVICE, kind=Kind.BUCKETS, nbytes=numel * size, phases=ON_THE_WAY_BACK, formula=formula)
+    yield Item(tier=DEVICE, kind=Kind.BUCKETS, nbytes=nbytes, phases=ON_THE_WAY_BACK, formula=formula)

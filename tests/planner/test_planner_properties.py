@@ -187,7 +187,7 @@ def test_state_per_rank_never_grows_with_ranks_or_stage(model: ModelShape, dtype
         return sum(nbytes for kind, nbytes in kinds.items() if kind in states)
 
     by_stage = [held(stage, ranks) for stage in (0, 1, 2, 3)]
-    slack = 32 * 14 * (model.layers + 1)  # padding of every plane of every group
+    slack = (32 * 14 + 4 * 4096) * (model.layers + 1)  # padding and the last page of every plane of every group
     assert all(later <= earlier + slack for earlier, later in pairwise(by_stage))
     assert all(held(stage, ranks + 1) <= now + slack for stage, now in enumerate(by_stage))
     # Stage 3 against a plain sum over parameters.

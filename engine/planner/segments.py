@@ -1,0 +1,36 @@
+"""The segments of a case as the tier layer sees them, so that its own arithmetic counts their bytes."""
+
+from collections.abc import Iterator, Mapping
+
+from lamina.engine.planner.placement import Placement
+from lamina.engine.planner.rank_slice import RankSlice
+from lamina.engine.planner.state_bytes import PARAM, shard_numel
+from lamina.engine.planner.workload import Workload
+from lamina.tiers.homes import SegmentSize
+
+
+def segments_of(part: RankSlice, load: Workload, place: Placement, planes: Mapping[str, int]) -> Iterator[SegmentSize]:
+    """One segment for the trained and one for the frozen part of every group; the root group comes first.
+
+    ``planes``: bytes of each plane per trainable parameter. At stage 0 every rank keeps a layout of its own.
+    """
+    ranks = 1 if place.stage == 0 else part.ranks
+    states = tuple(size for plane, size in planes.items() if plane != PARAM)
+    for group, (numel, trained) in enumerate(zip(part.groups, part.trainable, strict=True)):
+        for kind, elements in (("trained", trained), ("frozen", numel - trained)):
+            if not elements:
+                continue
+            moves = kind == "trained"
+            shard = shard_numel(elements, ranks)
+            yield SegmentSize(
+                name=f"group {group} {kind}",
+                group=group,
+                full_numel=shard * ranks,
+                shard_numel=shard,
+                param_itemsize=load.itemsize,
+                state_itemsizes=states if moves else (),
+                grad_itemsize=load.grad_bytes if moves else 0,
+                bucket_itemsize=load.itemsize if part.ranks > 1 else 0,
+                replicated=place.stage < 3 or part.ranks == 1,
+                block=group > 0,
+            )
