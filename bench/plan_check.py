@@ -130,6 +130,8 @@ class Verdict:
     rss: tuple[int, int]
     """Growth of resident memory of one rank, predicted and measured."""
     step_s: tuple[float, float]
+    passes_s: tuple[float, float] = (0.0, 0.0)
+    """The part of it that is forward and backward."""
     error: str = ""
 
     @property
@@ -228,6 +230,7 @@ def try_out(trial: Trial, folder: Path, disk: dict[str, float]) -> Verdict:
         measured=measured,
         rss=(resident(item), max(result["rss_growth"] for result in results)),
         step_s=(item.time.step_s, max(result["step_s"] for result in results)),
+        passes_s=(item.time.passes_s, max(result["passes_s"] for result in results)),
     )
 
 
@@ -326,6 +329,7 @@ def verdict_data(verdict: Verdict) -> dict[str, Any]:
         "measured_bytes": verdict.measured,
         "resident_growth": list(verdict.rss),
         "step_s": list(verdict.step_s),
+        "passes_s": list(verdict.passes_s),
         "holds": verdict.holds,
         "error": verdict.error,
     }
