@@ -213,7 +213,6 @@ def try_out(trial: Trial, folder: Path, disk: dict[str, float]) -> Verdict:
         "micro_batch": trial.micro_batch,
         "sequence": trial.shape.seq,
         "accumulation": trial.accumulation,
-        "checkpointing": trial.checkpointing,
         "steps": STEPS,
     }
     predicted = {tier: item.held.arena_peak(tier) for tier in (DEVICE, HOST)}

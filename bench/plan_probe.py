@@ -9,28 +9,17 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
-from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from lamina.bench.gpt import GPT, VOCABULARY, GPTShape
 from lamina.bench.report import process_memory
 from lamina.engine import initialize
 
 WARM_UP = 2
-
-
-class CheckpointedBlocks(nn.ModuleList):
-    """Blocks that run under activation checkpointing when they are iterated over."""
-
-    def __iter__(self) -> Iterator[Any]:
-        for block in super().__iter__():
-            yield lambda x, block=block: checkpoint(block, x, use_reentrant=False)
 
 
 def measure(job: dict[str, Any]) -> dict[str, Any]:
@@ -45,8 +34,6 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
     before = process_memory()["rss"]
     _forget_peak()
     model = GPT(GPTShape(**job["shape"]))
-    if job["checkpointing"]:
-        model.blocks = CheckpointedBlocks(model.blocks)
     engine, _, _, _ = initialize(model=model, config=job["config"])
     seconds, passes = [], []
     with engine:
@@ -76,8 +63,6 @@ def _warm_up(job: dict[str, Any]) -> None:
     """What torch loads and allocates once for itself in a first pass is not part of a run's growth."""
     small = GPTShape(layers=1, dim=64, heads=2, seq=16)
     model = GPT(small).to(torch.bfloat16 if job["config"].get("bf16") else torch.float32)
-    if job["checkpointing"]:
-        model.blocks = CheckpointedBlocks(model.blocks)
     tokens = torch.zeros(1, 16, dtype=torch.long)
     # The first optimizer of a process imports torch's compiler: 70 MB, whatever is trained.
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from lamina.engine.planner.model_shape import ModelShape
+from lamina.engine.planner.state_bytes import PAGE_BYTES, align_up
 from lamina.engine.planner.workload import Attention, Workload
 
 _STATISTIC_BYTES = 4  # mean, rstd and log-sum-exp are kept in fp32
@@ -12,6 +13,8 @@ _STATISTIC_BYTES = 4  # mean, rstd and log-sum-exp are kept in fp32
 class ActivationBytes:
     """What autograd keeps on one rank for one micro-batch."""
 
+    input: int
+    """Input of one block."""
     block: int
     """All that one block keeps for its backward pass."""
     saved: int
@@ -73,11 +76,12 @@ def activation_bytes(
     stream = load.tokens * model.hidden * load.itemsize
     if load.checkpoint_interval:
         kept = -(-depth // load.checkpoint_interval)
-        saved, working = stream * kept, block * min(load.checkpoint_interval, depth)
+        saved, working = align_up(stream, PAGE_BYTES) * kept, block * min(load.checkpoint_interval, depth)
     else:
         saved, working = block * depth, 0
     widest = max(model.ffn_width * (2 if model.gated else 1) // tensor, model.hidden)
     return ActivationBytes(
+        input=align_up(stream, PAGE_BYTES),
         block=block,
         saved=saved * in_flight,
         working=working,

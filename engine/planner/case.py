@@ -1,9 +1,10 @@
 """All that a plan's figures depend on, and what follows directly from it."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from lamina.engine.planner.activations import ActivationBytes, activation_bytes
 from lamina.engine.planner.buffers import Buffers
 from lamina.engine.planner.machine import Machine
 from lamina.engine.planner.model_shape import ModelShape
@@ -16,6 +17,9 @@ from lamina.tiers.homes import Home, SegmentSize, Wishes
 from lamina.tiers.needs import Needs
 from lamina.tiers.tier import Tier
 
+INPUTS_UNDER_WAY = 4
+"""Inputs of blocks in host memory on their way to nvme and back: one filled or used, two written, one read ahead."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
@@ -26,6 +30,10 @@ class Case:
     place: Placement
     machine: Machine
     buffers: Buffers = field(default_factory=Buffers)
+
+    def __post_init__(self) -> None:
+        if self.machine.shared_memory and self.place.grad == DEVICE:
+            object.__setattr__(self, "place", replace(self.place, grad=HOST))
 
     @cached_property
     def slice(self) -> RankSlice:
@@ -55,6 +63,20 @@ class Case:
         return tuple(segments_of(self.slice, self.load, self.place, self.planes))
 
     @cached_property
+    def activations(self) -> ActivationBytes:
+        """What autograd keeps on one rank."""
+        in_flight = min(self.place.pipeline, self.load.accumulation)
+        return activation_bytes(
+            self.model, self.load, layers=self.slice.layers, tensor=self.place.tensor, in_flight=in_flight
+        )
+
+    def saved_input_bytes(self) -> int:
+        """Host memory for inputs of blocks that are computed again: all of them, or those on their way to nvme."""
+        if not self.load.checkpoint_interval or self.place.activations == DEVICE:
+            return 0
+        return self.activations.saved if self.place.activations == HOST else INPUTS_UNDER_WAY * self.activations.input
+
+    @cached_property
     def wishes(self) -> Wishes:
         """What the engine asks of the tier layer for this placement."""
         place, load, own = self.place, self.load, self.buffers
@@ -69,6 +91,7 @@ class Case:
             sub_group_numel=own.sub_group,
             staging_count=own.update_depth,
             retain_gradients=load.accumulation > 1,
+            saved_input_bytes=self.saved_input_bytes(),
             separate_device=not self.machine.shared_memory,
             in_place_tiers=() if spread else reachable,
         )

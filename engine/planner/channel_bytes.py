@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-from lamina.engine.planner.activations import activation_bytes
 from lamina.engine.planner.case import Case
 from lamina.engine.planner.placement import DEVICE, NVME
 from lamina.engine.planner.state_bytes import (
@@ -63,7 +62,7 @@ def _passes(case: Case) -> dict[Channel, float]:
             moved[Channel.NVME_READ] += fetched / ranks
         if place.param != DEVICE and gpu:
             moved[Channel.TO_DEVICE] += fetched / ranks
-    reductions = times if place.stage >= 2 else 1
+    reductions = times if place.stage >= 2 or place.grad != DEVICE else 1
     gradients = part.trainable_numel * size
     moved[Channel.COLLECTIVE] += gradients * share * reductions * (2 if place.stage == 0 else 1)
     if place.grad != DEVICE:
@@ -76,8 +75,7 @@ def _passes(case: Case) -> dict[Channel, float]:
             moved[Channel.NVME_WRITE] += held * times
             moved[Channel.NVME_READ] += held * (times - 1)
     if load.checkpoint_interval and place.activations != DEVICE:
-        acts = activation_bytes(case.model, load, layers=part.layers, tensor=place.tensor)
-        kept = acts.saved * times
+        kept = case.activations.saved * times
         if gpu:
             moved[Channel.TO_HOST] += kept
             moved[Channel.TO_DEVICE] += kept

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from lamina.engine.planner.errors import PlanError
 from lamina.engine.planner.items import Kind
 from lamina.engine.planner.options import Option
 from lamina.engine.planner.placement import DEVICE, HOST, NVME
@@ -15,8 +16,11 @@ _OPTIMIZERS = {Optimizer.ADAM: "Adam", Optimizer.ADAMW: "AdamW", Optimizer.MOMEN
 def emit_config(item: Option, *, nvme_path: str = "lamina-nvme", lr: float = 1e-4) -> dict[str, Any]:
     """Plain data to be written as JSON. Budgets are the option's own needs, blocks aligned to pages.
 
-    ``nvme_path`` is named once for all nvme state; ``lr`` is a placeholder that users will change.
+    ``nvme_path`` is named once for all nvme state; ``lr`` is a placeholder that users will change. Raises
+    PlanError for what this engine does not run.
     """
+    if item.obstacles:
+        raise PlanError(f"{item.label}: this engine does not run it: {'; '.join(item.obstacles)}")
     case = item.case
     load, part = case.load, case.slice
     config: dict[str, Any] = {
@@ -60,8 +64,11 @@ def _tiers(item: Option, nvme_path: str) -> dict[str, Any]:
         "generations": case.buffers.generations,
         "lookahead": case.buffers.lookahead,
     }
-    if case.load.checkpoint_interval:
+    # With a longer interval it is the model that says which blocks are computed again.
+    if case.load.checkpoint_interval == 1:
         tiers["activations"] = place.activations
+    if case.wishes.saved_input_bytes:
+        tiers["activation_bytes"] = case.wishes.saved_input_bytes
     for tier, key in ((DEVICE, "device_bytes"), (HOST, "host_bytes")):
         need = budget_bytes(item, tier)
         if need:

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from enum import StrEnum
 
+from lamina.engine.planner.placement import DEVICE
+
 
 class Phase(StrEnum):
     """Parts of a run whose peaks differ."""
@@ -61,4 +63,4 @@ class Item:
     @property
     def arena(self) -> bool:
         """Taken from the tier's byte budget, not by autograd, the driver or the interpreter."""
-        return self.kind not in _OUTSIDE
+        return self.kind not in _OUTSIDE or (self.kind is Kind.CHECKPOINTS and self.tier != DEVICE)

@@ -12,6 +12,7 @@ from lamina.engine.planner.footprint import Footprint, footprint
 from lamina.engine.planner.largest import largest_gpt
 from lamina.engine.planner.machine import Machine
 from lamina.engine.planner.model_shape import ModelShape
+from lamina.engine.planner.obstacles import obstacles
 from lamina.engine.planner.placement import DEVICE, HOST, NVME, Placement, all_placements
 from lamina.engine.planner.quantity import format_bytes, format_seconds
 from lamina.engine.planner.step_time import StepTime, step_time
@@ -45,6 +46,8 @@ class Option:
     time: StepTime
     wear: Wear | None
     """None when the state is not on nvme or the drives' endurance is not known."""
+    obstacles: tuple[str, ...]
+    """Why this engine would not run it, though the machine could; empty when it runs."""
 
     @property
     def label(self) -> str:
@@ -55,6 +58,11 @@ class Option:
     def fits(self) -> bool:
         """It fits the machine."""
         return self.verdict.fits
+
+    @property
+    def runs(self) -> bool:
+        """This engine does it."""
+        return not self.obstacles
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +82,10 @@ class Plan:
 
     question: Question
     options: tuple[Option, ...]
-    """All placements, fastest first; gradients on nvme only where host memory is too small for them."""
+    """All placements, those that this engine runs before others and of each the fastest first.
+
+    Gradients on nvme only where host memory is too small for them.
+    """
     advice: tuple[Advice, ...]
     """Changes that help, largest gain first."""
     largest: ModelShape | None
@@ -85,6 +96,11 @@ class Plan:
     def best(self) -> Option | None:
         """The fastest that fits."""
         return best_of(self.options)
+
+    @property
+    def nearest(self) -> Option:
+        """Of what the engine runs the one that is least over its limits, as shares of them."""
+        return min([item for item in self.options if item.runs] or self.options, key=_excess)
 
     @property
     def reason(self) -> str:
@@ -144,24 +160,28 @@ def option(question: Question, place: Placement) -> Option:
             drives=case.machine.drives,
             step_s=time.step_s,
         )
-    return Option(case=case, held=held, verdict=fit(case, held), time=time, wear=wear)
+    return Option(case=case, held=held, verdict=fit(case, held), time=time, wear=wear, obstacles=tuple(obstacles(case)))
 
 
 def best_of(options: tuple[Option, ...]) -> Option | None:
-    """The fastest that fits; of equals the one that uses fewer and faster tiers."""
-    return min((item for item in options if item.fits), key=_order, default=None)
+    """The fastest that fits; of equals the one that uses fewer and faster tiers.
+
+    Of what the engine does not run only where it runs none of them at all: a split that was asked for, say.
+    """
+    asked = [item for item in options if item.runs] or options
+    return min((item for item in asked if item.fits), key=_order, default=None)
 
 
-def _order(item: Option) -> tuple[float, int, int]:
+def _order(item: Option) -> tuple[bool, float, int, int]:
     place = item.case.place
     depth = _TIER_RANK[place.param] + _TIER_RANK[place.optimizer] + _TIER_RANK[place.grad]
-    return (-item.time.tokens_per_s, depth, place.stage)
+    return (not item.runs, -item.time.tokens_per_s, depth, place.stage)
 
 
 def _reason(answer: Plan) -> str:
     best = answer.best
     if best is None:
-        nearest = min(answer.options, key=_excess)
+        nearest = answer.nearest
         over = nearest.verdict.overfull
         if over is None or over.offender is None:
             return "nothing fits"
@@ -171,11 +191,14 @@ def _reason(answer: Plan) -> str:
             f"{format_bytes(over.limit)} ({over.phase}), most of it {kind} ({format_bytes(nbytes)})"
         )
     faster = [item for item in answer.options if not item.fits and _order(item) < _order(best)]
-    others = [item for item in answer.options if item.fits and item is not best]
+    others = [item for item in answer.options if item.fits and item is not best and item.runs is best.runs]
     text = f"{best.label}: the fastest of {len(others) + 1} that fit, bound by {best.time.binding}"
-    if others:
-        slower = best.time.tokens_per_s / others[0].time.tokens_per_s - 1
-        text += f"; {others[0].label} follows, {slower:.0%} slower"
+    if not best.runs:
+        text = f"{best.label} (not by this engine: {'; '.join(best.obstacles)}){text.removeprefix(best.label)}"
+    slower = [item for item in others if item.time.step_s > best.time.step_s * 1.005]
+    if slower:
+        share = best.time.tokens_per_s / slower[0].time.tokens_per_s - 1
+        text += f"; {slower[0].label} follows, {share:.0%} slower"
     if faster:
         over = faster[0].verdict.overfull
         text += f"; {faster[0].label} would take {format_seconds(faster[0].time.step_s)}"
@@ -219,19 +242,21 @@ def _variants(question: Question) -> Iterator[tuple[str, Question]]:
 
 
 def _advice(question: Question, before: Option | None) -> list[Advice]:
-    found = []
+    found: list[Advice] = []
     for what, changed in _variants(question):
         after = best_of(tuple(evaluate(changed)))
         if after is None:
             continue
         gain = float("inf") if before is None else after.time.tokens_per_s / before.time.tokens_per_s
-        if gain > 1.02:
+        # Host memory comes twice, the second time more of it: that must give more, too.
+        least = max((item.gain for item in found if "host memory" in item.what), default=1.0)
+        if gain > 1.02 * (least if "host memory" in what else 1.0):
             found.append(Advice(what=what, label=after.label, gain=gain))
     return sorted(found, key=lambda item: -item.gain)
 
 
 def largest_on(question: Question) -> ModelShape | None:
-    """The largest model of the question's kind over all placements, by parameters."""
+    """The largest model of the question's kind over all placements that the engine runs, by parameters."""
     places = all_placements(
         stages=question.stages,
         tensor=question.tensor,
@@ -239,16 +264,15 @@ def largest_on(question: Question) -> ModelShape | None:
         nvme=question.machine.nvme_bytes > 0,
         activations=question.activations,
     )
-    found = [
-        largest_gpt(
-            Case(
-                model=question.model,
-                load=question.load,
-                place=place,
-                machine=question.machine,
-                buffers=question.buffers,
-            )
+    cases = [
+        Case(
+            model=question.model,
+            load=question.load,
+            place=place,
+            machine=question.machine,
+            buffers=question.buffers,
         )
         for place in places
     ]
+    found = [largest_gpt(case) for case in cases if not any(obstacles(case))]
     return max((shape for shape in found if shape is not None), key=lambda shape: shape.total_params, default=None)

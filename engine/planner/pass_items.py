@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from lamina.engine.planner.activations import ActivationBytes, activation_bytes
+from lamina.engine.planner.activations import ActivationBytes
 from lamina.engine.planner.case import Case
 from lamina.engine.planner.items import ON_THE_WAY_BACK, TRAINED, Item, Kind, Phase
 from lamina.engine.planner.placement import DEVICE, HOST, NVME
@@ -30,14 +30,8 @@ def window_items(case: Case) -> Iterator[Item]:
 def activation_items(case: Case) -> Iterator[Item]:
     """Activations at the three moments that can be the peak: the loss, the first and the last block of the
     way back."""
-    place, load = case.place, case.load
-    acts = activation_bytes(
-        case.model,
-        load,
-        layers=case.slice.layers,
-        tensor=place.tensor,
-        in_flight=min(place.pipeline, load.accumulation),
-    )
+    load = case.load
+    acts = case.activations
     yield from _kept(case, acts)
     formula = f"{load.tokens} tokens x vocabulary {case.model.vocab}: logits, log-probabilities, gradient"
     at_loss = frozenset({Phase.FORWARD})
@@ -61,18 +55,19 @@ def _kept(case: Case, acts: ActivationBytes) -> Iterator[Item]:
         formula = f"{load.tokens} tokens x all that one block keeps"
         yield Item(tier=DEVICE, kind=Kind.ACTIVATIONS, nbytes=acts.block, phases=last, formula=formula)
         return
-    stream = load.tokens * case.model.hidden * load.itemsize
     formula = f"{load.itemsize} B x {load.tokens} tokens x hidden x blocks / interval"
     where = place.activations
     # Files and host memory for checkpoints are reserved once; autograd frees its own as it goes.
     kept = TRAINED if where != DEVICE else until_back
     yield Item(tier=where, kind=Kind.CHECKPOINTS, nbytes=acts.saved, phases=kept, formula=formula)
     if where == DEVICE:
-        yield Item(tier=DEVICE, kind=Kind.CHECKPOINTS, nbytes=stream, phases=last, formula="one checkpoint left")
+        yield Item(tier=DEVICE, kind=Kind.CHECKPOINTS, nbytes=acts.input, phases=last, formula="one checkpoint left")
         return
-    formula = "two activation checkpoints on their way"
-    over = HOST if where == NVME else DEVICE
-    yield Item(tier=over, kind=Kind.PINNED, nbytes=2 * stream, phases=TRAINED, formula=formula)
+    if where == NVME:
+        formula = "activation checkpoints on their way"
+        yield Item(tier=HOST, kind=Kind.PINNED, nbytes=case.saved_input_bytes(), phases=TRAINED, formula=formula)
+    formula = "the checkpoint in use"
+    yield Item(tier=DEVICE, kind=Kind.CHECKPOINTS, nbytes=acts.input, phases=TRAINED, formula=formula)
 
 
 def update_sub_group(case: Case) -> int:

@@ -19,7 +19,10 @@ class Placement:
     optimizer: str = DEVICE
     """Masters or remainders, and moments."""
     grad: str = ""
-    """Held gradients; empty means beside the update: device for an optimizer on the device, else host."""
+    """Held gradients; empty means beside the update: device for an optimizer on the device, else host.
+
+    Where the device tier is host memory they are in the host tier in any case.
+    """
     activations: str = DEVICE
     """Activation checkpoints."""
     tensor: int = 1
@@ -42,7 +45,7 @@ class Placement:
                 f"placement: optimizer state on {self.optimizer} with parameters on {self.param}: put the "
                 f"optimizer state on {self.param} or below, it is used less often"
             )
-        if (self.grad == DEVICE) != (self.optimizer == DEVICE):
+        if self.grad == DEVICE != self.optimizer or (self.grad == NVME and self.optimizer == DEVICE):
             raise PlanError(
                 f"placement: gradients on {self.grad}, optimizer state on {self.optimizer}: put both on the "
                 "device or both off it, the update runs in one place"

@@ -60,6 +60,8 @@ def option_data(item: Option) -> dict[str, Any]:
         "grad": place.grad,
         "activations": place.activations,
         "fits": item.fits,
+        "runs": item.runs,
+        "obstacles": list(item.obstacles),
         "offender": None if over is None or over.offender is None else [over.tier, over.offender[0].value],
         "causes": [str(cause) for cause in item.verdict.causes],
         "tiers": uses,
