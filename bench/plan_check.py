@@ -43,9 +43,9 @@ from lamina.engine.planner.state_bytes import as_dtype
 from lamina.tiers.probe import probe_disk
 
 BYTES_TOLERANCE, RSS_TOLERANCE, TIME_TOLERANCE = 0.03, 0.10, 0.20
-ENGINE_BYTES = 24 << 20
-"""Ring, threads' stacks, kernels and bookkeeping of an engine beyond its arenas, in a process that has
-torch."""
+ENGINE_BYTES, FILE_IO_BYTES = 8 << 20, 12 << 20
+"""What an engine takes beyond its arenas in a process that has torch: kernels and bookkeeping; with state on
+nvme the ring, I/O threads and checksums."""
 STEPS = 3
 TIMEOUT_S = 300
 SHAPE = GPTShape(layers=8, dim=512, heads=8, seq=256)
@@ -188,7 +188,8 @@ def machine_for(trial: Trial, folder: Path, disk: dict[str, float]) -> Machine:
     rates: dict[str, Any] = {**quick_rates(), **disk}
     rates["half_flops" if trial.dtype != "fp32" else "fp32_flops"] = training_flops(trial.dtype, trial.shape)
     rates["achievable"] = 1.0
-    return replace(this_machine(rates=rates, nvme_path=folder, ranks=trial.ranks), process_bytes=ENGINE_BYTES)
+    own = ENGINE_BYTES + (FILE_IO_BYTES if NVME in (trial.param, trial.optimizer) else 0)
+    return replace(this_machine(rates=rates, nvme_path=folder, ranks=trial.ranks), process_bytes=own)
 
 
 def planned(trial: Trial, folder: Path, disk: dict[str, float]) -> Option:

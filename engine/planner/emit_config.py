@@ -59,8 +59,10 @@ def _tiers(item: Option, nvme_path: str) -> dict[str, Any]:
     case = item.case
     place = case.place
     planes = {plane: place.optimizer for plane in case.planes if plane != "param"}
+    if place.stage:  # at stage 0 nothing can be moved; gradients are in the host tier all the same
+        planes["grad"] = place.grad
     tiers: dict[str, Any] = {
-        "placement": {"param": place.param, **planes, "grad": place.grad},
+        "placement": {"param": place.param, **planes},
         "generations": case.buffers.generations,
         "lookahead": case.buffers.lookahead,
     }

@@ -172,7 +172,9 @@ def test_more_ranks_never_need_more_bytes_per_rank(
         return {tier: shape.peak(tier) for tier in ("device", "host", "nvme")}
 
     few, many = held(ranks), held(2 * ranks)
-    assert all(many[tier] <= few[tier] for tier in few)
+    # Shards are equal and whole pages: a group is padded by up to 32 elements a rank, in its home and in its bucket.
+    padding = (model.layers + 1) * 2 * (32 * 2 * ranks * load.itemsize + 4096)
+    assert all(many[tier] <= few[tier] + padding for tier in few)
 
 
 @settings(max_examples=40, deadline=None)
