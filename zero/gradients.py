@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from lamina.tiers import Arena, Block, BudgetError
+from lamina.tiers import Arena, Block, BudgetError, Residency
 from lamina.tiers.gpu import Accelerator
 from lamina.tiers.nvme.scratch import Scratch
 
@@ -30,6 +30,7 @@ class GradientPlane:
     """The gradients of this rank's shard of one segment.
 
     ``arrived`` holds the slots that have one in this window, ``fresh`` those that had one in this backward pass.
+    ``residency``: of its values in host memory, the scratch file being their home; None while the window has none.
     """
 
     def __init__(self, segment: Segment, dtype: torch.dtype) -> None:
@@ -43,8 +44,7 @@ class GradientPlane:
         self._flat: torch.Tensor | None = None
         self._copies: list[Any] = []  # events of copies from the accelerator that may be under way
         self.load: Callable[[], None] = lambda: None  # brings a spilled plane back; see [Note: spilled gradients]
-        self.spilled = False
-        self.stored = False  # the scratch file has the present values
+        self.residency: Residency | None = None
         self._pieces = {index: (first, last) for index, first, last in segment.layout.pieces(segment.rank)}
 
     @property
@@ -68,11 +68,11 @@ class GradientPlane:
 
     @property
     def present(self) -> bool:
-        return self._flat is not None or self.spilled
+        return self.residency is not None
 
     @property
     def in_memory(self) -> bool:
-        return self._flat is not None
+        return self.residency is not None and self.residency.usable
 
     @property
     def address(self) -> int:
@@ -82,6 +82,11 @@ class GradientPlane:
             raise RuntimeError(f"{self.segment.name} has no gradient in memory")
         self.settle()
         return self._block.address
+
+    def _change(self) -> None:
+        self.load()
+        if self.residency is not None:
+            self.residency = self.residency.change()
 
     def attach(self, block: Block, give_back: Callable[[Block], None] = Block.free) -> None:
         """Take memory for the plane; the gaps between slots are zeroed so that a run over them changes nothing."""
@@ -96,8 +101,7 @@ class GradientPlane:
 
     def piece(self, slot_index: int) -> torch.Tensor:
         """This rank's part of one parameter's gradient, 1-d, to be changed; the whole of it on one rank."""
-        self.load()
-        self.stored = False
+        self._change()
         if self._flat is None:
             raise RuntimeError(f"{self.segment.name} has no gradient in memory")
         first, last = self._pieces.get(slot_index, (0, 0))
@@ -126,8 +130,7 @@ class GradientPlane:
 
     def add_shard(self, reduced: torch.Tensor, slots: Set[int]) -> None:
         """Add the reduced gradients of a whole shard; ``slots`` are those that any rank had a gradient for."""
-        self.load()
-        self.stored = False
+        self._change()
         if self._flat is None:
             raise RuntimeError(f"{self.segment.name} has no gradient in memory")
         reduced = reduced.to("cpu")
@@ -150,9 +153,34 @@ class GradientPlane:
         self.settle()
         return self._block.view[: self.nbytes]
 
-    def leave_memory(self) -> None:
-        """The scratch file has the values: give the memory back."""
-        self.spilled, self._flat = True, None
+    def fetch(self, scratch: Scratch, offset: int) -> None:
+        """Bring the values back into the memory that was attached. Raises OSError; then they are still in the file only."""
+        state = (self.residency or Residency.ABSENT).fetch()
+        try:
+            scratch.read(offset, self.memory())
+        except BaseException:
+            self.residency = state.fail()
+            self._leave_memory()
+            raise
+        self.residency = state.arrive()
+
+    def spill(self, scratch: Scratch, offset: int) -> None:
+        """Write the values to their place in the file, unless it has them, and give the memory back. Raises OSError; then
+        they are still here."""
+        state = self.residency or Residency.ABSENT
+        if state is Residency.DIRTY:
+            self.residency = state.write()
+            try:
+                scratch.write(offset, self.memory())
+            except BaseException:
+                self.residency = self.residency.fail()
+                raise
+            state = self.residency.written()
+        self.residency = state.evict()
+        self._leave_memory()
+
+    def _leave_memory(self) -> None:
+        self._flat = None
         self._return_block()
 
     def _return_block(self) -> None:
@@ -164,7 +192,7 @@ class GradientPlane:
         """Give the memory back and start an empty window."""
         self.settle()
         self._flat = None
-        self.spilled = self.stored = False
+        self.residency = None
         self.arrived.clear()
         self.fresh.clear()
         self.edited = False
@@ -217,6 +245,7 @@ class Gradients:
         plane = self.planes[id(segment)]
         if not plane.present:
             self._give_memory(plane)
+            plane.residency = Residency.ABSENT.create()
         plane.load()
         return plane
 
@@ -232,10 +261,9 @@ class Gradients:
     def _load(self, plane: GradientPlane) -> None:
         """Note the use; bring the plane back when it was spilled."""
         key = id(plane.segment)
-        if plane.spilled and self._scratch is not None:
+        if plane.residency is Residency.ABSENT and self._scratch is not None:
             self._give_memory(plane)
-            self._scratch.read(self._places[key], plane.memory())
-            plane.spilled, plane.stored = False, True
+            plane.fetch(self._scratch, self._places[key])
         self._used.pop(key, None)
         self._used[key] = plane
 
@@ -248,10 +276,7 @@ class Gradients:
             return False
         complete = [plane for plane in others if plane.final]
         victim = (complete or others)[-1]
-        if not victim.stored:
-            self._scratch.write(self._places[id(victim.segment)], victim.memory())
-            victim.stored = True
-        victim.leave_memory()
+        victim.spill(self._scratch, self._places[id(victim.segment)])
         return True
 
     def _give_memory(self, plane: GradientPlane) -> None:

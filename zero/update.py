@@ -9,12 +9,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from lamina.aio_native import Priority
-from lamina.tiers import Block, GenerationStore, Plane, Spans, Transaction, TransferHandle
+from lamina.tiers import Block, GenerationStore, Plane, Residency, Spans, Transaction, TransferHandle
 
 from .dtypes import KERNEL_DTYPE
 from .gradients import GradientPlane
@@ -74,10 +74,13 @@ class UpdateCounters:
 
 @dataclass(kw_only=True)
 class _InFlight:
+    """A chunk in a staging block. Its memory is given to the next one only when ``residency`` allows to evict it."""
+
     chunk: _Chunk
     staging: Block
     offsets: dict[Plane, int]
     handles: list[TransferHandle]
+    residency: Residency
     started: float = field(default_factory=time.perf_counter)
 
 
@@ -250,7 +253,8 @@ class Updater:
                     self.store.read(job.segment.name, spec.plane, view, offset=where, priority=Priority.PREFETCH)
                 )
             offset += round_up(nbytes, STAGING_ALIGN)
-        return _InFlight(chunk=chunk, staging=staging, offsets=offsets, handles=handles)
+        fetching = Residency.ABSENT.fetch()
+        return _InFlight(chunk=chunk, staging=staging, offsets=offsets, handles=handles, residency=fetching)
 
     def _update(self, flight: _InFlight) -> _InFlight:
         """Wait for the reads, run Adam, begin the writes."""
@@ -258,6 +262,7 @@ class Updater:
         began = time.perf_counter()
         for handle in flight.handles:
             handle.wait()
+        flight.residency = flight.residency.arrive()
         ready = time.perf_counter()
         segment, numel = job.segment, chunk.end - chunk.begin
 
@@ -269,6 +274,7 @@ class Updater:
             itemsize = next((spec.itemsize for spec in segment.planes if spec.plane is plane), 0)
             return home + chunk.begin * itemsize if home else 0
 
+        flight.residency = flight.residency.change()
         self._adam(job, chunk.begin, chunk.end, address)
         computed = time.perf_counter()
         handles = []
@@ -293,7 +299,7 @@ class Updater:
         self.spans.add("nvme->host: optimizer", segment.name, flight.started, ready)
         self.spans.add("Adam", segment.name, ready, computed)
         self._computed(job)
-        return _InFlight(chunk=chunk, staging=flight.staging, offsets=flight.offsets, handles=handles)
+        return replace(flight, handles=handles, residency=flight.residency.write(), started=time.perf_counter())
 
     def _adam(self, job: UpdateJob, begin: int, end: int, address: Callable[[Plane], int]) -> None:
         """Run the kernel on every run that overlaps [begin, end); ``address`` gives that of element begin."""
@@ -371,9 +377,11 @@ class Updater:
         for handle in flight.handles:
             handle.wait()
         ended = time.perf_counter()
+        flight.residency = flight.residency.written()
         self.counters.write_stall_s += ended - began
         self.spans.add("host->nvme: optimizer", flight.chunk.job.segment.name, flight.started, ended)
         writing.popleft()
+        flight.residency = flight.residency.evict()
         self._free.append(flight.staging)
         with self._state:
             self._unwritten -= 1

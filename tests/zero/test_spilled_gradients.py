@@ -11,7 +11,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
 from small_model import batch, build, differences, on_nvme, settings, train_with_engine, train_with_torch
 
 from lamina.engine import initialize
-from lamina.tiers import Budgets, PlacementError, SegmentSize, Tier, Wishes, place
+from lamina.tiers import Budgets, PlacementError, Residency, SegmentSize, Tier, Wishes, place
+from lamina.tiers.nvme.scratch import Scratch
 from lamina.zero import get_full, set_full
 
 MODEL = {"blocks": 8, "tied": False}
@@ -48,7 +49,7 @@ def test_spilled_gradients_can_be_read_and_changed_and_the_budget_holds(tmp_path
     with engine, free:
         for run in (engine, free):
             run.backward(run(*batch(0)))
-        spilled = [plane for plane in engine.runtime.gradients.planes.values() if plane.spilled]
+        spilled = [plane for plane in engine.runtime.gradients.planes.values() if plane.residency is Residency.ABSENT]
         assert spilled, "the budget is too small for all gradients"
         assert (tmp_path / "default" / "rank0" / "scratch.bin").exists() is False, "the file has no name"
         for parameter, twin in zip(model.parameters(), other.parameters(), strict=True):
@@ -61,6 +62,48 @@ def test_spilled_gradients_can_be_read_and_changed_and_the_budget_holds(tmp_path
         for parameter, twin in zip(model.parameters(), other.parameters(), strict=True):
             assert torch.equal(get_full(parameter, "master"), get_full(twin, "master"))
         assert engine.runtime.host.report().peak <= HOST_BYTES
+
+
+@pytest.mark.parametrize("call", ["write", "read"])
+def test_a_scratch_file_that_fails_loses_no_gradient(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """Each transfer fails once: the values stay where they were, and the next attempt succeeds."""
+    model, other = build(**MODEL), build(**MODEL)
+    engine = initialize(model, config=tight(tmp_path))[0]
+    free = initialize(other, config=settings())[0]
+    real = getattr(Scratch, call)
+    failed: list[int] = []
+
+    def once(self: Scratch, offset: int, view: memoryview) -> None:
+        if offset not in failed:
+            failed.append(offset)
+            raise OSError(5, "Input/output error")
+        real(self, offset, view)
+
+    with engine, free:
+        for run in (engine, free):
+            run.backward(run(*batch(0)))
+        twins = dict(other.named_parameters())
+        with monkeypatch.context() as patch:
+            patch.setattr(Scratch, call, once)
+            refused = 0
+            for name, parameter in model.named_parameters():
+                for _ in range(4):
+                    try:
+                        found = get_full(parameter, "grad")
+                    except OSError:
+                        refused += 1
+                        continue
+                    assert torch.equal(found, get_full(twins[name], "grad"))
+                    break
+                else:
+                    pytest.fail(f"{name} was never read")
+            assert refused
+        for run in (engine, free):
+            run.step()
+        for name, parameter in model.named_parameters():
+            assert torch.equal(get_full(parameter, "master"), get_full(twins[name], "master"))
 
 
 def sizes(count: int) -> list[SegmentSize]:
