@@ -11,6 +11,7 @@ from pathlib import Path
 
 from lamina.bench import doctor_io, doctor_machine, doctor_path, doctor_torch
 from lamina.bench.doctor_finding import Finding, State, attempt, worst
+from lamina.bench.given_path import folder_argument
 from lamina.bench.report import Reporter, machine_facts
 
 REINSTALL = "pip install --force-reinstall lamina"
@@ -25,7 +26,9 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
         epilog="Exit code 0: all works, if need be with warnings; 1: something does not work.",
     )
-    make.add_argument("paths", nargs="*", type=Path, metavar="PATH", help="folders for state (the current one)")
+    make.add_argument(
+        "paths", nargs="*", type=folder_argument, metavar="PATH", help="folders for state (the current one)"
+    )
     make.add_argument("--config", type=Path, metavar="FILE", help="check this config against the machine")
     make.add_argument("--json", action="store_true", help="one JSON line on stdout, the report on stderr")
     return make
@@ -91,12 +94,15 @@ def _workplace(paths: Sequence[Path]) -> Path:
     return Path(tempfile.gettempdir())
 
 
+NARROW = 64
+"""Columns; on a narrower terminal the texts begin under the names and not beside them."""
 MARKS = {State.OK: "  ok", State.INFO: "  --", State.WARN: "WARN", State.FAIL: "FAIL"}
 
 
 def render(findings: Sequence[Finding], width: int) -> Iterator[str]:
     """The report as lines of at most `width` characters where words allow."""
-    names = max((len(finding.name) for finding in findings if len(finding.name) <= 20), default=0)
+    wide = width >= NARROW
+    names = max((len(finding.name) for finding in findings if wide and len(finding.name) <= 20), default=0)
     section = name = ""
     for finding in findings:
         if finding.section != section:
@@ -104,11 +110,13 @@ def render(findings: Sequence[Finding], width: int) -> Iterator[str]:
             yield section
         shown = "" if finding.name == name else finding.name
         name = finding.name
-        if len(shown) > names:
-            yield f"        {shown}"
+        told = len(shown) > names  # a long name has a line of its own, with the mark
+        if told:
+            yield f"  {MARKS[finding.state]}  {shown}"
             shown = ""
         indent = " " * (names + 8)
-        yield from _wrapped(f"  {MARKS[finding.state]}  {shown:{names}}", finding.text, indent, width)
+        mark = " " * 4 if told else MARKS[finding.state]
+        yield from _wrapped(f"  {mark}  {shown:{names}}", finding.text, indent, width)
         if finding.mend:
             yield f"{indent}  mend: {finding.mend}"  # in one line, to be copied
     failures = sum(finding.state is State.FAIL for finding in findings)

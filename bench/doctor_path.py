@@ -15,6 +15,7 @@ from lamina.tiers.profile_file import load_profile
 
 SECTION = "paths"
 LITTLE_SPACE = 1 << 30
+IN_MEMORY = ("tmpfs", "ramfs")
 NETWORK = ("nfs", "nfs4", "cifs", "smb3", "fuse", "9p", "ceph", "lustre")
 
 
@@ -29,10 +30,11 @@ def check_path(path: Path, *, wanted_bytes: int | None = None) -> Iterator[Findi
         return Finding(section=SECTION, name=name, state=state, text=text, mend=mend)
 
     folder = existing_parent(path)
+    if path.is_block_device():
+        yield finding(State.FAIL, "is a disk: name a folder of the file system on it", f"findmnt {quoted}")
+        return
     if path.exists() and not path.is_dir():
-        yield finding(
-            State.FAIL, "is not a folder", f"mv {quoted} {quoted}.old && mkdir {quoted}  # or name another folder"
-        )
+        yield finding(State.FAIL, "is not a folder: name another", f"ls -ld {quoted}")
         return
     if not os.access(folder, os.W_OK | os.X_OK):
         what = "cannot be written" if folder == path else f"cannot be made: {folder} cannot be written"
@@ -56,7 +58,7 @@ def check_path(path: Path, *, wanted_bytes: int | None = None) -> Iterator[Findi
     if report.direct:
         text = f"direct I/O works, alignment {report.alignment}; {device}{made}"
         yield finding(State.WARN if device.file_system in NETWORK else State.OK, text)
-    elif device.file_system in ("tmpfs", "ramfs"):
+    elif device.file_system in IN_MEMORY:
         text = f"lives in memory ({device.file_system}): state there takes the memory that it should spare{made}"
         yield finding(
             State.WARN, text, f"findmnt -t ext4,xfs,btrfs  # and take a folder on one of these instead of {quoted}"
@@ -67,7 +69,8 @@ def check_path(path: Path, *, wanted_bytes: int | None = None) -> Iterator[Findi
     if not report.preallocated:
         yield finding(State.WARN, "space cannot be reserved: a full disk shows only during training")
     yield _space(name, folder, wanted_bytes)
-    yield _profile(name, path, quoted)
+    if device.file_system not in IN_MEMORY:
+        yield _profile(name, path, quoted)
 
 
 def _space(name: str, folder: Path, wanted: int | None) -> Finding:
@@ -85,12 +88,12 @@ def _space(name: str, folder: Path, wanted: int | None) -> Finding:
 
 
 def _profile(name: str, path: Path, quoted: str) -> Finding:
-    measure = f"lamina nvme --save {quoted}"
+    measure = ("" if path.exists() else f"mkdir -p {quoted} && ") + f"lamina nvme --save {quoted}"
     try:
         profile = load_profile([path])
     except ProfileError as error:
         what = str(error).split(" Run ")[0]
-        text = f"not measured yet: {what}" if what.startswith("no profile") else what
+        text = "not measured yet" if what.startswith("no profile") else what
         return Finding(section=SECTION, name=name, state=State.INFO, text=text.rstrip("."), mend=measure)
     disk = profile.disk(path)
     days = max(0.0, (time.time() - profile.created) / 86400)

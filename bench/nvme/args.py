@@ -1,10 +1,13 @@
 """The options of `lamina nvme`."""
 
 import argparse
+import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from lamina.bench.given_path import folder_argument
 
 from .points import KIB, MIB, Workload
 
@@ -126,8 +129,16 @@ def parser() -> argparse.ArgumentParser:
         epilog="Works on files of its own in a private folder inside PATH and removes them, also on Ctrl-C. "
         "It writes as fast as it can for about a third of the time: see --seconds and the bytes reported.",
     )
-    make.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="folder on the disk; several: also together")
-    make.add_argument("--seconds", type=_seconds, default=60.0, metavar="S", help="time for the whole run (60)")
+    make.add_argument(
+        "paths", nargs="+", type=folder_argument, metavar="PATH", help="folder on the disk; several: also together"
+    )
+    make.add_argument(
+        "--seconds",
+        type=_seconds,
+        default=60.0,
+        metavar="S",
+        help="time for the whole run (60); it ends by then, but not before 20 s if parts need as long",
+    )
     make.add_argument(
         "--size", type=parse_size, default=DEFAULT_SIZE, metavar="SIZE", help="of all files on a path (2GiB)"
     )
@@ -170,7 +181,8 @@ def parse(arguments: Sequence[str]) -> Options:
     given = parser().parse_args(arguments)
     if given.size < LEAST_SIZE:
         raise ValueError(f"--size {given.size}: must be at least {LEAST_SIZE}")
-    paths = tuple(dict.fromkeys(path.absolute() for path in given.paths))
+    # A folder that is named twice, by way of a link too, is measured once.
+    paths = tuple({os.path.realpath(path): path.absolute() for path in reversed(given.paths)}.values())[::-1]
     return Options(
         paths=paths,
         seconds=given.seconds,

@@ -1,5 +1,6 @@
 """How the time of a run is divided, and handed out as the run goes on. Pure: the clock is passed in."""
 
+import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
@@ -13,6 +14,10 @@ SEARCH_LEAST = 0.4
 """Share of the time that the small parts leave to the search, fio included, however many there are."""
 FIXED = ("gather",)
 """Parts that take their time whatever they are given."""
+
+
+class OutOfTime(Exception):
+    """The run's time is over: what has been measured until now must do."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,20 +78,40 @@ def divide(
 
 
 class Allowance:
-    """Hands out the time: a part that comes late gets less, one that comes early more, in proportion to the plan."""
+    """Hands out the time: a part that comes late gets less, one that comes early more, in proportion to the plan.
+
+    deadline_s: from then on check() raises, so that parts which take longer than they were given end all the same.
+    """
 
     def __init__(
-        self, parts: Sequence[Part], seconds: float, now: Callable[[], float], *, began: float | None = None
+        self,
+        parts: Sequence[Part],
+        seconds: float,
+        now: Callable[[], float],
+        *,
+        began: float | None = None,
+        deadline_s: float = math.inf,
     ) -> None:
         self._parts = list(parts)
         self._now = now
         self._began = now() if began is None else began
         self._seconds = seconds
+        self._deadline_s = deadline_s
 
     @property
     def spent(self) -> float:
         """Seconds since the run began."""
         return self._now() - self._began
+
+    @property
+    def left(self) -> float:
+        """Seconds until the deadline, at least 0."""
+        return max(0.0, self._deadline_s - self.spent)
+
+    def check(self) -> None:
+        """Raises OutOfTime after the deadline."""
+        if self.spent > self._deadline_s:
+            raise OutOfTime
 
     @property
     def share(self) -> float:

@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from lamina.aio_native import AsyncIO, AsyncIOError
+from lamina.bench.given_path import check_target
 from lamina.bench.interrupt import Interrupt
 from lamina.bench.report import ProgressLine, Reporter
 from lamina.tiers.profile_file import save_profile
 
 from .args import Options, parse
-from .budget import Allowance, divide
+from .budget import TORCH_S, Allowance, OutOfTime, divide
 from .fleet import Fleet
 from .gather import GatherError, all_gather_rate
 from .outcome import Outcome
@@ -25,9 +26,14 @@ from .space import SpaceError, buffer_bytes
 PROGRESS_STEPS = 100
 KEPT = 0.96
 """Share of the time that is planned; the rest is for what takes longer, and for the report."""
+LEAST_DEADLINE_S = 20.0
+"""Runs shorter than this may take until then: some parts take their time however little they are given."""
+END_S = 1.0
+"""Kept for removing the files and for the report."""
 PROCESS_START_S = 0.5
 GATHER_TIMEOUT_S = 60.0
 GATHER_LEAST_S = 5.0
+NO_TIME = "the time was over: give more --seconds"
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -40,6 +46,8 @@ def main(arguments: Sequence[str]) -> int:
     report = Reporter(as_json=options.json)
     machine = report.machine()
     draw = _drawing(options)
+    if options.save_as is not None:
+        check_target("--save-as", options.save_as)
     with Interrupt() as interrupt, _hang_up_is_a_stop():
         outcome = _measure(options, report, interrupt, began)
     print_outcome(report, options, outcome)
@@ -68,9 +76,7 @@ def _drawing(options: Options) -> Callable[[Outcome, Path], None] | None:
     """What draws the picture, imported before an hour of measuring and not after. Raises ValueError without matplotlib."""
     if options.plot is None:
         return None
-    folder = options.plot.absolute().parent
-    if not folder.is_dir():
-        raise ValueError(f"--plot {options.plot}: there is no folder {folder}")
+    check_target("--plot", options.plot)
     try:
         # Here: matplotlib is optional, and takes a second to import.
         from .picture import check_ending, draw
@@ -142,9 +148,10 @@ def _measure(options: Options, report: Reporter, interrupt: Interrupt, began: fl
         extras=options.extras,
         insist_on_gather=options.extras_given,
     )
-    allowance = Allowance(parts, seconds, time.perf_counter, began=began)
+    deadline_s = max(LEAST_DEADLINE_S, options.seconds) - END_S
+    allowance = Allowance(parts, seconds, time.perf_counter, began=began, deadline_s=deadline_s)
     with report.progress(PROGRESS_STEPS, title="nvme") as progress, contextlib.ExitStack() as stack:
-        watch = Watch(check=interrupt.check, told=_Bar(allowance, progress).told, time=allowance)
+        watch = Watch(interrupted=interrupt.check, told=_Bar(allowance, progress).told, time=allowance)
         sessions = []
         for path in options.paths:
             session = stack.enter_context(Session(path, options, space, watch))
@@ -152,7 +159,8 @@ def _measure(options: Options, report: Reporter, interrupt: Interrupt, began: fl
             session.measure()
         outcome = Outcome(paths=[session.found for session in sessions])
         if len(sessions) > 1:
-            outcome.together = _together(sessions, space, watch)
+            with contextlib.suppress(OutOfTime):
+                outcome.together = _together(sessions, space, watch)
         _extras(options, outcome, sessions[0], watch)
         for session in sessions:
             session.judge(outcome.rates.get("copy"))
@@ -176,22 +184,24 @@ def _extras(options: Options, outcome: Outcome, session: Session, watch: Watch) 
     """Memory, GPU and the network of one machine."""
     if "memory" in options.extras or "device" in options.extras:
         _torch_extras(options, outcome, watch)
-    watch.check()
+    watch.interrupted()
     if "allgather" not in options.extras:
         return
     seconds = watch.time.take("gather")
+    # Only who asked for it by name waits longer than the run may take.
+    timeout_s = GATHER_TIMEOUT_S if options.extras_given else watch.time.left
     if not seconds:
         outcome.skipped["allgather"] = "takes about 10 s: give --seconds 30 or more, or name it in --extras"
+        return
+    if timeout_s < GATHER_LEAST_S:
+        outcome.skipped["allgather"] = NO_TIME
         return
     try:
         outcome.rates["all_gather"] = all_gather_rate(
             session.folder.data_file("store", 0),
             seconds=1.0,
-            # Only who asked for it by name waits longer than the run may take.
-            timeout_s=GATHER_TIMEOUT_S
-            if options.extras_given
-            else max(GATHER_LEAST_S, options.seconds - watch.time.spent),
-            check=watch.check,
+            timeout_s=timeout_s,
+            check=watch.interrupted,
         )
         watch.told(f"all-gather: {outcome.rates['all_gather'] / 1e9:.2f} GB/s")
     except GatherError as error:
@@ -200,6 +210,9 @@ def _extras(options: Options, outcome: Outcome, session: Session, watch: Watch) 
 
 def _torch_extras(options: Options, outcome: Outcome, watch: Watch) -> None:
     """Copies, Adam and the GPU; the reason where torch or the kernels cannot be imported."""
+    if watch.time.left < TORCH_S and not options.extras_given:
+        outcome.skipped |= {name: NO_TIME for name in ("memory", "device") if name in options.extras}
+        return
     end = time.perf_counter() + watch.time.take("memory")
     try:
         # Here, not above: torch takes seconds to import, and the rest works without it.
@@ -209,7 +222,7 @@ def _torch_extras(options: Options, outcome: Outcome, watch: Watch) -> None:
             if name in options.extras:
                 outcome.skipped[name] = f"cannot be imported: {error}"
         return
-    watch.check()
+    watch.interrupted()
     if "memory" in options.extras:
         try:
             outcome.rates |= rates.memory_rates(max(0.1, end - time.perf_counter()))

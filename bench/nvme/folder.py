@@ -60,14 +60,18 @@ class PrivateFolder:
             status = os.stat(self.parent)
         except OSError as error:
             raise self._refusal(error) from error
+        if stat.S_ISBLK(status.st_mode):
+            advice = f"give a folder of the file system on it (findmnt {self.parent}): nothing is written over it"
+            raise FolderError(errno.ENOTDIR, f"{self.parent} is a disk, not a folder: {advice}")
         if not stat.S_ISDIR(status.st_mode):
             raise FolderError(errno.ENOTDIR, f"{self.parent} is not a folder: give a folder on the disk to be measured")
 
     def _refusal(self, error: OSError) -> FolderError:
-        hint = {
-            "FileNotFoundError": "make it first (mkdir -p), on the disk to be measured",
-            "PermissionError": f"give a folder that user {os.geteuid()} may write",
-        }.get(type(error).__name__, "give a folder that can be written")
+        hint = "give a folder that can be written"
+        if isinstance(error, FileNotFoundError) and not self.parent.exists():
+            hint = "make it first (mkdir -p), on the disk to be measured"
+        elif isinstance(error, PermissionError):
+            hint = f"give a folder that user {os.geteuid()} may write"
         text = f"cannot work in {self.parent}: {error.strerror}; {hint}"
         return FolderError(error.errno or errno.EIO, text)
 

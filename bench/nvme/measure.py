@@ -5,6 +5,7 @@ several blocks so that Python has little to do, and enough of them are queued th
 """
 
 import contextlib
+import math
 import os
 import time
 import warnings
@@ -27,6 +28,9 @@ WARM_SHARE = 0.15
 PAGE = 4096
 RANDOM_BYTES = 8 * MIB
 MAX_THREADS = 64
+FILL_DEPTH = 32
+FILL_STEP = 16 * MIB
+FILL_QUEUE = 4
 LEAST_QUEUED = MIB
 """Bytes queued at once, at least, so that small blocks are split by the engine and not by Python."""
 REQUESTS = 8
@@ -67,51 +71,83 @@ class Created:
     file_system: str
     alignment: int
     preallocated: bool
+    file_bytes: int
+    """Of each file; less than was asked for where writing them took too long."""
     first_write: float
     """Bytes per second of the first write to the fresh files."""
     written_bytes: int
     notes: tuple[str, ...]
 
 
-def create_files(files: FileSet, memory: memoryview, *, backend: str, check: Callable[[], None]) -> Created:
+def create_files(
+    files: FileSet,
+    memory: memoryview,
+    *,
+    backend: str,
+    check: Callable[[], None],
+    most_s: float = math.inf,
+    least_bytes: int = 0,
+) -> Created:
     """Make, preallocate and fill the files; the first pass over fresh disk space is timed.
 
+    After most_s seconds no more is written, and the files stay as long as they are then, but at least least_bytes each.
     Raises OSError: ENOSPC when the disk is full, before or while it is written.
     """
-    with _noted() as notes, _engine(backend, MIB, 32, 32) as io:
-        written, seconds = 0, 0.0
+    with _noted() as notes, _engine(backend, MIB, FILL_DEPTH, FILL_DEPTH) as io:
+        opened = [
+            io.open(path, create=True, exclusive=True, size=files.file_bytes, direct=files.direct)
+            for path in files.paths
+        ]
+        began = time.perf_counter()
+        file_bytes = _fill(io, opened, files.file_bytes, memory, check, began + most_s, least_bytes)
+        seconds, written, found = time.perf_counter() - began, file_bytes * len(opened), opened[0]
+    if file_bytes < files.file_bytes:
         for path in files.paths:
-            with io.open(path, create=True, exclusive=True, size=files.file_bytes, direct=files.direct) as found:
-                began = time.perf_counter()
-                written += _fill(io, found, files.file_bytes, memory, check)
-                seconds += time.perf_counter() - began
+            os.truncate(path, file_bytes)
+        notes.append(
+            f"the files are {written} bytes in all instead of {files.file_bytes * len(opened)}: "
+            f"writing more would have taken longer than {most_s:.0f} s"
+        )
     return Created(
         direct=found.direct,
         reason=found.reason,
         file_system=found.file_system,
         alignment=found.alignment,
         preallocated=found.preallocated,
+        file_bytes=file_bytes,
         first_write=written / seconds,
         written_bytes=written,
         notes=tuple(notes),
     )
 
 
-def _fill(io: AsyncIO, file: File, nbytes: int, memory: memoryview, check: Callable[[], None]) -> int:
-    """Write all of a file, a few large requests at once; bytes written."""
-    written, step = 0, min(len(memory), 16 * MIB)
+def _fill(
+    io: AsyncIO,
+    opened: Sequence[File],
+    nbytes: int,
+    memory: memoryview,
+    check: Callable[[], None],
+    end: float,
+    least_bytes: int,
+) -> int:
+    """Write the files side by side, so that all are equally long when the time is over; bytes of each."""
+    step = min(len(memory), FILL_STEP)
     queue: deque[tuple[Handle, int]] = deque()
     with _told_once(queue):
         for offset in range(0, nbytes, step):
-            check()
+            if time.perf_counter() > end and offset >= least_bytes:
+                nbytes = offset
+                break
             length = min(step, nbytes - offset)
             begin = offset % len(memory) if offset % len(memory) + length <= len(memory) else 0
-            queue.append((io.write(file, memory[begin : begin + length], offset), 0))
-            if len(queue) >= 4:
-                written += queue.popleft()[0].wait()
+            for file in opened:
+                check()
+                queue.append((io.write(file, memory[begin : begin + length], offset), 0))
+                if len(queue) >= FILL_QUEUE:
+                    queue.popleft()[0].wait()
         while queue:
-            written += queue.popleft()[0].wait()
-    return written
+            queue.popleft()[0].wait()
+    return nbytes
 
 
 @contextlib.contextmanager

@@ -8,14 +8,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
+from lamina.bench.report import format_bytes
 from lamina.tiers.device_identity import identify
 
 from .args import Options
-from .budget import Allowance
+from .budget import Allowance, OutOfTime
 from .fio import FioError, FioResult, find_fio, run_fio
 from .fleet import Fleet, Order, median_sum
 from .folder import PrivateFolder
-from .measure import Bench, FileSet, create_files
+from .measure import Bench, Created, FileSet, create_files
 from .outcome import FioPair, PageEffect, PathOutcome
 from .points import MIB, Measured, Point, Space, Trial, Workload
 from .search import Schedule, next_trial
@@ -34,18 +35,31 @@ FIO_START_S = 0.4
 FIO_GRID_SHARE = 0.4
 FIO_ROUNDS = (3, 21)
 """Rounds of fio and ours in turn: at least, at most."""
+SETUP_SHARE, SETUP_LEAST_S = 0.2, 5.0
+"""Of the run's time, and at least: what writing the files may take before they are left shorter."""
+QUEUE_MOST_S = 0.25
+"""Longest time that a disk may need for what is in flight."""
 FIO_HEAD, FIO_MOST = 4, 12
 """Points that fio is tried on: those where we are fastest, and how many in all."""
 
 
+class TooSlowError(RuntimeError):
+    """The time did not suffice for a single figure."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Watch:
-    """What a measurement reports to: `check` may raise to end the run, `told` takes a line about the progress, `time` says
-    how long the next part may take."""
+    """What a measurement reports to: `interrupted` raises when a signal asks for the end, `told` takes a line about the
+    progress, `time` says how long the next part may take."""
 
-    check: Callable[[], None]
+    interrupted: Callable[[], None]
     told: Callable[[str], None]
     time: Allowance
+
+    def check(self) -> None:
+        """Raises when a signal asks for the end; OutOfTime when the run's time is over."""
+        self.interrupted()
+        self.time.check()
 
 
 class Session:
@@ -69,7 +83,10 @@ class Session:
             self.bench = self._stack.enter_context(
                 self._new_bench(self.files, options.huge_pages, space.max_inflight_bytes)
             )
-            created = create_files(self.files, self.bench.buffer.view, backend=space.backends[0], check=watch.check)
+            created = self._create(self.files, space.backends[0])
+            self.file_bytes = created.file_bytes
+            self.files = self.bench.files = replace(self.files, file_bytes=created.file_bytes)
+            self.space = for_slow_disk(space, created.first_write)
             self.found = PathOutcome(
                 path=path,
                 identity=identify(path),
@@ -80,15 +97,29 @@ class Session:
                 written_bytes=created.written_bytes,
             )
             self.found.notes += self.folder.kept
+            if self.space.max_inflight_bytes < space.max_inflight_bytes:
+                most = format_bytes(self.space.max_inflight_bytes)
+                self.found.notes.append(f"settings with more than {most} in flight are left out: the disk is too slow")
         except BaseException:
             self._stack.close()
             raise
+
+    def _create(self, files: FileSet, backend: str, *, share: int = 1) -> Created:
+        """The files, as long as their part of the time allows; share: so many sets of files are made."""
+        return create_files(
+            files,
+            self.bench.buffer.view,
+            backend=backend,
+            check=self.watch.interrupted,
+            most_s=max(SETUP_LEAST_S, SETUP_SHARE * self.options.seconds) / share,
+            least_bytes=min(files.file_bytes, 2 * max(self.space.blocks)),
+        )
 
     def _check_space(self) -> None:
         wanted, count = self.options.size_bytes, self.options.processes
         if count > 1:
             wanted += count * self._bytes_of_a_process(max(self.space.blocks))
-        check_space(self.folder.path, wanted, in_memory=identify(self.folder.path).file_system in ("tmpfs", "ramfs"))
+        check_space(self.folder.parent, wanted, in_memory=identify(self.folder.path).file_system in ("tmpfs", "ramfs"))
 
     def _bytes_of_a_process(self, block_bytes: int) -> int:
         """Of the files of each process, where several run at once."""
@@ -114,15 +145,19 @@ class Session:
         self.close()
 
     def measure(self) -> None:
-        """All parts that concern this path alone."""
+        """All parts that concern this path alone, as far as the time goes.
+
+        Raises TooSlowError when it did not suffice for a single measurement.
+        """
         self._search()
-        if self.found.chosen is not None:
-            self._pages(self.found.chosen)
-            self._region(self.found.chosen)
-            if self.options.processes > 1:
-                self._processes(self.found.chosen)
-        if self.options.fio:
-            self._fio()
+        if not self.found.best:
+            raise TooSlowError(
+                f"{self.found.path}: not one measurement was done in time: the disk hangs, or give more --seconds"
+            )
+        try:
+            self._about_the_best()
+        except OutOfTime:
+            self.found.notes.append("the time was over before everything was measured: give more --seconds")
         self.found.notes += [note for note in self.bench.notes if note not in self.found.notes]
         if self.found.page_kind == "small" and self.options.huge_pages is not False:
             self.found.notes.append(
@@ -131,6 +166,15 @@ class Session:
         if not self.found.created.direct:
             # The warning about the cache says the same, once.
             self.found.notes = [note for note in self.found.notes if "through the page cache" not in note]
+
+    def _about_the_best(self) -> None:
+        if self.found.chosen is not None:
+            self._pages(self.found.chosen)
+            self._region(self.found.chosen)
+            if self.options.processes > 1:
+                self._processes(self.found.chosen)
+        if self.options.fio:
+            self._fio()
 
     def _run(self, bench: Bench, trial: Trial, *, span_bytes: int | None = None) -> Measured:
         measured = bench.run(trial, span_bytes=span_bytes)
@@ -148,8 +192,9 @@ class Session:
         seconds = self.watch.time.take("search")
         schedule = Schedule(seconds=seconds, shortest_s=min(0.08, max(0.01, seconds / 200)))
         results = self.found.results
-        while (trial := next_trial(self.space, results, schedule, time.perf_counter() - began)) is not None:
-            results.append(self._run(self.bench, trial))
+        with contextlib.suppress(OutOfTime):  # what there is by then is judged
+            while (trial := next_trial(self.space, results, schedule, time.perf_counter() - began)) is not None:
+                results.append(self._run(self.bench, trial))
         for workload in self.space.workloads:
             found = best(results, workload)
             if found is not None:
@@ -197,8 +242,9 @@ class Session:
                 file_bytes=each // point.files // 4096 * 4096,
                 direct=self.options.direct,
             )
-            created = create_files(files, self.bench.buffer.view, backend=point.backend, check=self.watch.check)
+            created = self._create(files, point.backend, share=count)
             self.found.written_bytes += created.written_bytes
+            files = replace(files, file_bytes=created.file_bytes)
             orders.append(self.order(files, point, share=count))
         seconds = max(SHORTEST_S, available / (FLEET_ROUNDS * max(1, len(self.space.workloads))) - TRIAL_S)
         with Fleet(orders) as fleet:
@@ -286,6 +332,15 @@ class Session:
             copy_rate=copy_rate,
             small_region_gain=found.region_gain,
         )
+
+
+def for_slow_disk(space: Space, rate: float) -> Space:
+    """Without the points whose bytes in flight take this disk long: they would eat the time up, and teach nothing.
+
+    rate: bytes per second that the disk was seen to write.
+    """
+    least = min(space.blocks) * min(space.depths)
+    return replace(space, max_inflight_bytes=max(least, min(space.max_inflight_bytes, int(QUEUE_MOST_S * rate))))
 
 
 def fio_points(space: Space, results: Sequence[Measured], mine: Point, workload: Workload) -> list[Point]:

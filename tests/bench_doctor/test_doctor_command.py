@@ -194,7 +194,7 @@ def test_paths_are_tried_by_writing(tmp_path: Path) -> None:
     assert os.listdir(folder) == []
     (tmp_path / "file").write_bytes(b"keep")
     (bad,) = check_path(tmp_path / "file")
-    assert (bad.state, bad.text) == (State.FAIL, "is not a folder")
+    assert (bad.state, bad.text) == (State.FAIL, "is not a folder: name another")
     assert (tmp_path / "file").read_bytes() == b"keep"
 
 

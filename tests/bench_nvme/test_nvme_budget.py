@@ -3,7 +3,7 @@
 import pytest
 
 from lamina.bench.nvme.args import EXTRAS
-from lamina.bench.nvme.budget import Allowance, Part, divide
+from lamina.bench.nvme.budget import Allowance, OutOfTime, Part, divide
 
 GIB = 1 << 30
 
@@ -83,3 +83,23 @@ def test_a_part_with_a_fixed_length_keeps_it() -> None:
     assert time.take("search") == pytest.approx(2.0)
     clock.now += 20.0
     assert time.take("gather") == 4.0
+
+
+def test_after_the_deadline_parts_are_told_to_end() -> None:
+    clock = Clock()
+    time = Allowance(PLAN, 10.0, clock, deadline_s=12.0)
+    clock.now += 11.9
+    time.check()
+    assert time.left == pytest.approx(0.1)
+    clock.now += 0.2
+    with pytest.raises(OutOfTime):
+        time.check()
+    assert time.left == 0.0
+
+
+def test_without_a_deadline_there_is_always_time() -> None:
+    clock = Clock()
+    time = Allowance(PLAN, 10.0, clock)
+    clock.now += 1e6
+    time.check()
+    assert time.left == float("inf")

@@ -86,6 +86,7 @@ def outcome_of(path: Path, *, fio: bool) -> PathOutcome:
             file_system="ext4",
             alignment=512,
             preallocated=True,
+            file_bytes=1 << 30,
             first_write=2.5e9,
             written_bytes=1,
             notes=(),

@@ -14,6 +14,8 @@ from nvme_toys import NOBODY, TOY, lamina, lamina_as_nobody, leftovers, result_o
 
 from lamina.bench.nvme import main
 from lamina.bench.nvme import session as session_module
+from lamina.bench.nvme.args import parse
+from lamina.bench.nvme.folder import FolderError, PrivateFolder
 from lamina.bench.nvme.space import SpaceError, check_space
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="gives up root, so it needs to be root")
@@ -194,3 +196,35 @@ def test_measuring_processes_end_with_the_one_that_started_them(tmp_path: Path) 
         wait_until(lambda: len(workers_of(tmp_path)) >= 2)
         process.kill()
     wait_until(lambda: not workers_of(tmp_path))
+
+
+def test_an_empty_path_is_not_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for command in ("nvme", "doctor"):
+        done = lamina(command, "")
+        assert done.returncode == 2
+        assert "the path is empty" in done.stderr
+    assert leftovers(tmp_path) == []
+
+
+def test_a_folder_named_twice_is_measured_once(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "link").symlink_to("disk")
+    paths = [str(tmp_path / "disk"), str(tmp_path / "link"), f"{tmp_path}/disk/", str(tmp_path)]
+    assert parse(paths).paths == (tmp_path / "disk", tmp_path)
+
+
+def test_a_disk_in_place_of_a_folder_is_refused(tmp_path: Path) -> None:
+    disks = [path for path in Path("/dev").iterdir() if path.is_block_device()]
+    if not disks:
+        pytest.skip("no block device here")
+    with pytest.raises(FolderError, match=f"{disks[0]} is a disk, not a folder.*findmnt"):
+        PrivateFolder(disks[0])
+
+
+@pytest.mark.parametrize("option", ["--plot", "--save-as"])
+def test_targets_that_cannot_be_written_are_refused_before_the_run(tmp_path: Path, option: str) -> None:
+    for target, message in ((tmp_path / "gone" / "x.png", "there is no folder"), (tmp_path, "is a folder")):
+        with pytest.raises(ValueError, match=f"{option} .*{message}"):
+            main([*TOY, option, str(target), str(tmp_path)])
+    assert leftovers(tmp_path) == []
