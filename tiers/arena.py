@@ -4,6 +4,7 @@ import ctypes
 import threading
 import weakref
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -202,6 +203,17 @@ class Arena:
         storage = (ctypes.c_char * nbytes).from_address(memory.address + offset)
         weakref.finalize(storage, memory.died, offset).atexit = False
         return Block(storage, memory.address + offset, owner)
+
+    def would_fit(self, sizes: Sequence[int], *, without: Sequence[Block] = (), align: int = 4096) -> bool:
+        """Whether blocks of these sizes could be had, in this order, once the blocks of ``without`` have been given back."""
+        memory = self._memory
+        with memory.lock:
+            memory.drain()
+            holes = memory.holes.copy()
+        for block in without:
+            if block.nbytes:
+                holes.give(block.address - memory.address, block.nbytes)
+        return all(holes.take(nbytes, align, memory.address) is not None for nbytes in sizes if nbytes)
 
     @property
     def used(self) -> int:

@@ -95,7 +95,7 @@ class Executor:
 
     def __post_init__(self) -> None:
         self._seats = [_Seat() for _ in self.sources]
-        self._scheduler = Scheduler(sizes=[source.nbytes for source in self.sources], lookahead=self.lookahead)
+        self.homes_changed()
         self._current = -1
         self._compute_since = time.perf_counter()
         self._held_open = False
@@ -156,6 +156,10 @@ class Executor:
         self.trace.end_step()
         self._prefetch()
         self._compute_since = time.perf_counter()
+
+    def homes_changed(self) -> None:
+        """Some groups are fetched from now on that were used at home before, or the other way round."""
+        self._scheduler = Scheduler(sizes=[source.nbytes for source in self.sources], lookahead=self.lookahead)
 
     def take_counters(self) -> ExecutorCounters:
         taken, self.counters = self.counters, ExecutorCounters()

@@ -15,6 +15,13 @@ class FreeList:
         if nbytes:
             self._add(0, nbytes)
 
+    def copy(self) -> "FreeList":
+        """The same holes, to be tried out."""
+        other = FreeList(0)
+        for offset, size in self:
+            other._add(offset, size)
+        return other
+
     @property
     def largest(self) -> int:
         """Bytes of the largest hole."""

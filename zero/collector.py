@@ -30,10 +30,14 @@ class GradientCollector:
         self._gradients = gradients
         self._optimizer = optimizer
         self._reducer = reducer
-        self._early = {id(segment) for segment in early}
+        self.update_early(early)
         self._still_used = still_used
         self._waiting: list[Segment] = []
         self._last_of_window = False
+
+    def update_early(self, segments: Sequence[Segment]) -> None:
+        """From now on these are the segments whose update may start early."""
+        self._early = {id(segment) for segment in segments}
 
     def begin_backward(self, *, last_of_window: bool) -> None:
         self._last_of_window = last_of_window

@@ -221,15 +221,35 @@ class Gradients:
         """Take the memory that the placement planned, so that later nothing else can lie in its way.
 
         ``transient``: ids of segments whose gradient is given up as soon as it was used. Blocks among them share two
-        places, everything else has one of its own. Not for planes that may be spilled.
+        places, everything else has one of its own. Not for planes that may be spilled. Called again, between steps, it gives
+        back what it took before.
         """
-        passing = []
+        for block in (*self._own.values(), *self._shared):
+            block.free()
+        own, passing = self._places_for(transient)
+        self._own = {
+            key: self._arena.alloc(nbytes, f"gradient of {self.planes[key].segment.name}") for key, nbytes in own.items()
+        }
+        self._shared = [self._arena.alloc(nbytes, "gradients in passing") for nbytes in passing]
+
+    def _places_for(self, transient: Set[int]) -> tuple[dict[int, int], list[int]]:
+        """Bytes of each plane that gets a place of its own, and of the places that the others share."""
+        own, passing = {}, []
         for key, plane in self.planes.items():
             if plane.nbytes and key in transient and plane.segment.block:
                 passing.append(plane.nbytes)
             elif plane.nbytes:
-                self._own[key] = self._arena.alloc(plane.nbytes, f"gradient of {plane.segment.name}")
-        self._shared = [self._arena.alloc(max(passing), "gradients in passing") for _ in passing[:2]]
+                own[key] = plane.nbytes
+        return own, [max(passing)] * min(2, len(passing)) if passing else []
+
+    def reserved(self) -> list[Block]:
+        """The blocks that are set aside."""
+        return [*self._own.values(), *self._shared]
+
+    def sizes_for(self, transient: Set[int]) -> list[int]:
+        """Bytes of the blocks that ``reserve`` would take, in its order."""
+        own, passing = self._places_for(transient)
+        return [*own.values(), *passing]
 
     def __getitem__(self, segment: Segment) -> GradientPlane:
         return self.planes[id(segment)]

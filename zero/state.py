@@ -88,19 +88,24 @@ class ZeroState:
         self.executor = executor
         self.groups = groups
         self.saved: dict[int, int] = {id(s): 0 for group in groups for s in group.segments}
-        self.streamed_group_of = {
-            id(parameter): group.index
-            for group in groups
-            for segment in group.streamed
-            for parameter in segment.parameters
-        }
         self.bound = bound
-        self._track_saved = watch_in_place or bool(self.streamed_group_of)
         self._take_gradient = take_gradient
         self._handles: list[RemovableHandle] = []
         self._module = module
+        self.homes_changed(watch_in_place=watch_in_place)
+
+    def homes_changed(self, *, watch_in_place: bool) -> None:
+        """Hook the modules for the homes that parameters have now. Not while anything is saved for a backward pass."""
+        self.streamed_group_of = {
+            id(parameter): group.index
+            for group in self.groups
+            for segment in group.streamed
+            for parameter in segment.parameters
+        }
+        self._track_saved = watch_in_place or bool(self.streamed_group_of)
         self._refuse_compiled()
-        self._hook_modules(module)
+        self.remove()
+        self._hook_modules(self._module)
         self._hook_gradients()
 
     @contextmanager

@@ -83,10 +83,12 @@ class ChunkSums:
             done += size
         return measured
 
-    def known(self, extent: PlaneExtent, offset: int, nbytes: int) -> "list[Measured]":
-        """The checksums of the whole chunks of a range, as measure() would find them in undamaged bytes."""
+    def known(self, extent: PlaneExtent, offset: int, nbytes: int, into: PlaneExtent) -> "list[Measured]":
+        """The checksums of the whole chunks of a range, as measure() of the same plane ``into`` another layout would find
+        them in undamaged bytes."""
+        moved = into.first_chunk - extent.first_chunk
         return [
-            Measured(index, 0, whole, whole, self.values[index])
+            Measured(index + moved, 0, whole, whole, self.values[index])
             for index in self._chunks(extent, offset, nbytes)
             for whole in [self.chunk_bytes(extent, index - extent.first_chunk)]
         ]

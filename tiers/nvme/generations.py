@@ -189,8 +189,20 @@ class Generations:
         frozen = manifest.frozen and replace(manifest.frozen, durable=True)
         stems = [record.slot.stem, *([frozen.slot.stem] if frozen else [])]
         sources = [(self._pool.slots[stem], self._sums[stem]) for stem in stems]
-        slots = tuple(slot.record for slot, _ in sources)
-        alone = manifest.with_(committed=(record,), frozen=frozen, slots=slots, retired=(), updating=None)
+        # Whoever reads a checkpoint finds in it what it holds, and nothing of what once could be there.
+        left_out = set(record.slot.left_out)
+        record = replace(record, slot=replace(record.slot, left_out=()))
+        alone = Manifest(
+            store_id=manifest.store_id,
+            job=manifest.job,
+            rank=manifest.rank,
+            chunk_bytes=manifest.chunk_bytes,
+            shards=tuple(shard for shard in manifest.shards if shard.frozen or shard.name not in left_out),
+            generations=manifest.generations,
+            committed=(record,),
+            frozen=frozen,
+            slots=tuple(replace(slot.record, left_out=()) for slot, _ in sources),
+        )
         return alone, sources
 
     def tidy(self, work: Callable[[], None]) -> None:

@@ -31,10 +31,11 @@ def file_name(stem: str, stripe: int) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class SlotRecord:
-    """The files of one slot: stem of their names and chunks per stripe in one period."""
+    """The files of one slot: stem of their names, chunks per stripe in one period, and the shards that are not in them."""
 
     stem: str
     counts: tuple[int, ...]
+    left_out: tuple[str, ...] = ()
 
     @property
     def is_frozen(self) -> bool:
@@ -145,7 +146,8 @@ class Manifest:
 
 
 def _slot_to_json(slot: SlotRecord) -> dict[str, Any]:
-    return {"stem": slot.stem, "counts": list(slot.counts)}
+    data: dict[str, Any] = {"stem": slot.stem, "counts": list(slot.counts)}
+    return data | {"left_out": list(slot.left_out)} if slot.left_out else data
 
 
 def _generation_to_json(record: GenerationRecord) -> dict[str, Any]:
@@ -184,7 +186,11 @@ def _wholes(values: Any) -> tuple[int, ...]:
 
 
 def _slot_from_json(data: Any) -> SlotRecord:
-    slot = SlotRecord(stem=_text(data["stem"]), counts=_wholes(data["counts"]))
+    slot = SlotRecord(
+        stem=_text(data["stem"]),
+        counts=_wholes(data["counts"]),
+        left_out=tuple(_text(name) for name in data.get("left_out", ())),
+    )
     if not 1 <= sum(slot.counts) <= 65536:
         raise ValueError(f"slot {slot.stem} has stripe counts {slot.counts}")
     file_name(slot.stem, 0)  # what is not one of our names must not become a path

@@ -28,7 +28,7 @@ def link_into(pool: SlotPool, pinned: PinnedReader) -> dict[str, Slot] | None:
         if len(homes) < len(places):
             return None
         stem = pool.next_frozen_stem() if slot.record.is_frozen else pool.next_stem()
-        plan.append((slot, SlotRecord(stem=stem, counts=slot.record.counts), homes))
+        plan.append((slot, pool.record(stem, slot.record.counts), homes))
     records = [record for _, record, _ in plan]
     pool.save(pool.manifest.with_(slots=(*pool.manifest.slots, *records)))
     try:

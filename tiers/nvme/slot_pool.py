@@ -2,7 +2,8 @@
 
 import errno
 import os
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
+from dataclasses import replace
 
 from lamina.aio_native import AsyncIO
 from lamina.tiers.errors import SpaceError, StoreError, fault
@@ -52,12 +53,13 @@ class SlotPool:
         self.failed: dict[int, OSError] = {}
         self.weights = [path.weight for path in paths]
         self.outdated: set[str] = set()
-        self._layouts: dict[tuple[bool, tuple[int, ...]], Layout] = {}
+        self.left_out: frozenset[str] = frozenset()
+        self._layouts: dict[SlotRecord, Layout] = {}
 
     @property
     def main_shards(self) -> tuple[ShardSpec, ...]:
-        """Shards that every generation holds."""
-        return tuple(shard for shard in self.manifest.shards if not shard.frozen)
+        """Shards that every generation holds from the next one on."""
+        return tuple(shard for shard in self.manifest.shards if not shard.frozen and shard.name not in self.left_out)
 
     @property
     def frozen_shards(self) -> tuple[ShardSpec, ...]:
@@ -66,10 +68,10 @@ class SlotPool:
 
     def layout(self, record: SlotRecord) -> Layout:
         """Layout of a slot's files."""
-        frozen = record.is_frozen
-        key = (frozen, record.counts)
+        key = replace(record, stem=FROZEN_STEM if record.is_frozen else "")
         if key not in self._layouts:
-            shards = self.frozen_shards if frozen else self.main_shards
+            main = [s for s in self.manifest.shards if not s.frozen and s.name not in record.left_out]
+            shards = self.frozen_shards if record.is_frozen else main
             self._layouts[key] = Layout(shards, counts=record.counts, chunk_bytes=self.manifest.chunk_bytes)
         return self._layouts[key]
 
@@ -155,6 +157,27 @@ class SlotPool:
             counts[index] += slot.record.counts[stripe]
         return tuple(counts)
 
+    def record(self, stem: str, counts: tuple[int, ...]) -> SlotRecord:
+        """Of files that are to hold what a generation holds from now on."""
+        record = SlotRecord(stem=stem, counts=counts)
+        return record if record.is_frozen else replace(record, left_out=tuple(sorted(self.left_out)))
+
+    def leave_out(self, names: Set[str]) -> None:
+        """From now on files are made without these shards; files that hold others are made anew in their turn.
+
+        Raises SpaceError, before anything was changed, when there is no room for such a file beside those that stay.
+        """
+        before, self.left_out = self.left_out, frozenset(names)
+        committed = [record.slot.stem for record in self.manifest.committed]
+        free = [
+            slot for slot in self.slots.values() if not slot.record.is_frozen and slot.record.stem not in committed[:1]
+        ]
+        try:
+            self.counts_for(1, False, free)
+        except SpaceError:
+            self.left_out = before
+            raise
+
     def next_stem(self, after: int = 0) -> str:
         """A name for a generation file that no path has a file of, ours or foreign."""
         used = [slot.stem for slot in (*self.manifest.slots, *self.manifest.retired)]
@@ -189,7 +212,7 @@ class SlotPool:
         while True:
             numbered = [stem for stem in stems if not stem.startswith(FROZEN_STEM)]
             counts = self.counts_for(len(numbered), len(numbered) < len(stems), replacing)
-            records = [SlotRecord(stem=stem, counts=counts) for stem in stems]
+            records = [self.record(stem, counts) for stem in stems]
             largest = max(nbytes for record in records for nbytes in self.layout(record).file_bytes)
             check_file_limit(largest, f"job {self.manifest.job!r} rank {self.manifest.rank}")
             self._announce(records, replacing)
@@ -268,9 +291,10 @@ class SlotPool:
 
     def writable(self, slot: Slot) -> bool:
         """Whether a slot's files may be written again: no checkpoint has them, no copy reads them, no path failed, and
-        they are not to be striped otherwise."""
+        they hold what a generation is to hold and are not to be striped otherwise."""
         failed = set(slot.where.values()) & set(self.failed)
-        return slot.own_names_only() and not (slot.holds or failed or slot.record.stem in self.outdated)
+        other = not slot.record.is_frozen and set(slot.record.left_out) != self.left_out
+        return slot.own_names_only() and not (slot.holds or failed or other or slot.record.stem in self.outdated)
 
     def keep_stripes(self, slot: Slot, error: SpaceError) -> bool:
         """Write a slot's files again as they are striped, because there is no room for others; False when that is not

@@ -80,6 +80,7 @@ class GenerationStore:
         chunk_bytes: int | None = None,
         discard_torn: bool = False,
         at_step: int | None = None,
+        left_out: Iterable[str] = (),
         progress: Callable[[int, int], None] | None = None,
     ) -> "GenerationStore":
         """Create the rank's files, or reopen them at the last committed generation.
@@ -89,12 +90,13 @@ class GenerationStore:
         remain). verify: "resume" checks every byte here; "always" also whatever is read; "off" nothing.
         progress(done, total): bytes checked so far. discard_torn: start anew after a cut in-place update. at_step: go
         back to an older generation that is still kept (generations: 3 keeps two at any time), checked in any case.
+        left_out: see leave_out().
 
         Raises LockedError (in use), LayoutError (other shards), SpaceError (no room), IntegrityError
         (damage), StoreError, ValueError.
         """
         opening = Opening(paths, job=job, rank=rank, shards=shards, io=io, generations=generations, verify=verify)
-        pool, locks = opening.run(chunk_bytes=chunk_bytes, discard_torn=discard_torn)
+        pool, locks = opening.run(chunk_bytes=chunk_bytes, discard_torn=discard_torn, left_out=left_out)
         store = cls(pool, locks, verify=verify, recovered=opening.notes)
         try:
             store._generations.load(progress, at_step, check=verify != "off")
@@ -112,8 +114,31 @@ class GenerationStore:
 
     @property
     def shards(self) -> tuple[ShardSpec, ...]:
-        """What the store holds, in execution order."""
-        return self._pool.manifest.shards
+        """What the next generation holds, in execution order."""
+        with self._lock:
+            left_out = self._pool.left_out
+            return tuple(shard for shard in self._pool.manifest.shards if shard.frozen or shard.name not in left_out)
+
+    def leave_out(self, names: Iterable[str]) -> None:
+        """From the next begin() on, generations hold all trained shards but these: they live elsewhere.
+
+        They take no space and are not asked for by commit(). A shard that is left out no more has to be written whole in the
+        next transaction. Files of the other kind are made anew in their turn. Raises KeyError for a name that is no trained
+        shard's, StoreError while a transaction is open, SpaceError when there is no room for files that hold more; then
+        nothing was changed.
+        """
+        with self._lock:
+            self._require_open()
+            if self._transaction is not None:
+                raise StoreError(
+                    f"the transaction of generation {self._transaction.id} is open: commit() or abort() first"
+                )
+            wanted = frozenset(names)
+            unknown = wanted - {shard.name for shard in self._pool.manifest.shards if not shard.frozen}
+            if unknown:
+                raise KeyError(f"no trained shards: {', '.join(sorted(unknown))}")
+            if wanted != self._pool.left_out:
+                self._pool.leave_out(wanted)
 
     @property
     def bytes_on_disk(self) -> int:

@@ -175,14 +175,18 @@ class Transaction:
             raise StoreError(
                 f"nothing was committed yet, so {gaps[0][0].title} cannot be carried over: write every plane"
             )
+        for extent, _, _ in gaps:
+            if extent.shard in source.slot.record.left_out:
+                raise StoreError(f"{source.title} does not hold {extent.title}: write it, nothing can be carried over")
         with Scratch(target.slot.layout.chunk_bytes) as scratch:
             pieces = cut(gaps, source.slot.layout.chunk_bytes, scratch.piece_bytes)
             pump(reader(source.slot), pieces, scratch, lambda piece, view: self._carry(target, source, piece, view))
         return sum(nbytes for _, _, nbytes in gaps)
 
     def _carry(self, target: Target, source: Source, piece: Piece, view: memoryview) -> TransferHandle:
+        kept = source.slot.layout.extent(piece.extent.shard, piece.extent.plane)
         if self._verify != "off":
-            check_chunks(source.slot, source.sums, piece.extent, piece.offset, view, source.title)
+            check_chunks(source.slot, source.sums, kept, piece.offset, view, source.title)
         part = view[piece.start : piece.end]
         offset = piece.offset + piece.start
         with self._lock:
@@ -191,7 +195,7 @@ class Transaction:
             handle = self._start(target, extent, offset, part, Priority.WRITE_BACK)
             if len(part) == len(view):
                 # Whole chunks, with the checksums that they had: a damage that nobody has looked for stays visible.
-                target.sums.put(source.sums.known(piece.extent, piece.offset, piece.nbytes))
+                target.sums.put(source.sums.known(kept, piece.offset, piece.nbytes, extent))
             else:
                 target.sums.put(target.sums.measure(extent, offset, part))
         return handle
