@@ -228,7 +228,8 @@ class Gradients:
             block.free()
         own, passing = self._places_for(transient)
         self._own = {
-            key: self._arena.alloc(nbytes, f"gradient of {self.planes[key].segment.name}") for key, nbytes in own.items()
+            key: self._arena.alloc(nbytes, f"gradient of {self.planes[key].segment.name}")
+            for key, nbytes in own.items()
         }
         self._shared = [self._arena.alloc(nbytes, "gradients in passing") for nbytes in passing]
 
