@@ -2,7 +2,7 @@
 
 from .async_io import AsyncIO
 from .buffers import AlignedBuffer
-from .checksum import crc32c, crc32c_path
+from .checksum import crc32c, crc32c_join, crc32c_path
 from .errors import (
     AsyncIOError,
     AsyncIOWarning,
@@ -48,5 +48,6 @@ __all__ = [
     "Write",
     "backend_report",
     "crc32c",
+    "crc32c_join",
     "crc32c_path",
 ]

@@ -18,6 +18,16 @@ def crc32c(buffer: Any, value: int = 0) -> int:
     return int(native.lib.lamina_crc32c(value, memory, len(memory)))
 
 
+def crc32c_join(value: int, sums: Any, piece_nbytes: int, last_nbytes: int) -> int:
+    """Continues `value` over pieces that are not looked at, from the checksum of each (a buffer of uint32).
+
+    All pieces are piece_nbytes long but the last, which is last_nbytes long.
+    """
+    native = load_threads()
+    crcs = native.ffi.from_buffer("uint32_t[]", sums)
+    return int(native.lib.lamina_crc32c_join(value, crcs, len(crcs), piece_nbytes, last_nbytes))
+
+
 def crc32c_path() -> str:
     """The code path of this CPU: ``sse4.2+pclmul``, ``armv8-crc`` or ``table``."""
     native = load_threads()

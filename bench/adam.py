@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from lamina.zero.cpu_adam import CPUAdam
-from lamina.zero.kernels import AdamHyper, DType, Kernels
+from lamina.zero.kernels import AdamHyper, AdamPlanes, DType, Kernels
 
 HUGE_PAGE = 2 << 20
 FP32_BYTES = 28  # moved per parameter: read p, g, m, v; write p, m, v
@@ -106,35 +106,30 @@ class Workbench:
     def _ours(self) -> list[Contender]:
         exp_avg, exp_avg_sq = self._exp_avg.data_ptr(), self._exp_avg_sq.data_ptr()
 
-        def fp32() -> None:
-            self._kernels.adam(
-                self.numel,
-                hyper=HYPER,
-                param=self._param.data_ptr(),
-                param_dtype=DType.FP32,
-                grad=self._grad.data_ptr(),
-                grad_dtype=DType.FP32,
-                exp_avg=exp_avg,
-                exp_avg_sq=exp_avg_sq,
-            )
-
-        def split() -> None:
-            self._kernels.adam(
-                self.numel,
-                hyper=HYPER,
-                param=self._low.data_ptr(),
-                param_dtype=DType.BF16,
-                remainder=self._remainder.data_ptr(),
-                grad=self._low_grad.data_ptr(),
-                grad_dtype=DType.BF16,
-                exp_avg=exp_avg,
-                exp_avg_sq=exp_avg_sq,
-            )
+        fp32 = AdamPlanes(
+            n=self.numel,
+            param=self._param.data_ptr(),
+            param_dtype=DType.FP32,
+            grad=self._grad.data_ptr(),
+            grad_dtype=DType.FP32,
+            exp_avg=exp_avg,
+            exp_avg_sq=exp_avg_sq,
+        )
+        split = AdamPlanes(
+            n=self.numel,
+            param=self._low.data_ptr(),
+            param_dtype=DType.BF16,
+            remainder=self._remainder.data_ptr(),
+            grad=self._low_grad.data_ptr(),
+            grad_dtype=DType.BF16,
+            exp_avg=exp_avg,
+            exp_avg_sq=exp_avg_sq,
+        )
 
         optimizer = CPUAdam([self._fp32_parameter()], lr=1e-3, weight_decay=0.01, kernels=self._kernels)
         self._adopt_state(optimizer)
         return [
-            Contender(name="lamina fp32", run=fp32, bytes_moved=FP32_BYTES),
+            Contender(name="lamina fp32", run=lambda: self._kernels.adam(fp32, HYPER), bytes_moved=FP32_BYTES),
             Contender(
                 name="CPUAdam fp32",
                 run=optimizer.step,
@@ -143,7 +138,7 @@ class Workbench:
             ),
             Contender(
                 name="lamina bf16",
-                run=split,
+                run=lambda: self._kernels.adam(split, HYPER),
                 bytes_moved=SPLIT_BYTES,
                 compare_with=("torch fused mixed", "DeepSpeed mixed"),
             ),

@@ -121,7 +121,7 @@ def check_kernels() -> Iterator[Finding]:
 
 def adam_error(kernels: "Kernels") -> float:
     """Largest relative error of one AdamW step against the formula in double precision."""
-    from lamina.zero.kernels import AdamHyper, DType
+    from lamina.zero.kernels import AdamHyper, AdamPlanes, DType
 
     source = np.random.default_rng(1)
     param, grad, first = (source.standard_normal(SAMPLES).astype(np.float32) for _ in range(3))
@@ -132,9 +132,8 @@ def adam_error(kernels: "Kernels") -> float:
     scale = np.sqrt(want_second / (1 - hyper.beta2**hyper.step)) + hyper.eps
     step = hyper.lr * want_first / (1 - hyper.beta1**hyper.step) / scale
     want = param.astype(np.float64) * (1 - hyper.lr * hyper.weight_decay) - step
-    kernels.adam(
-        SAMPLES,
-        hyper=hyper,
+    planes = AdamPlanes(
+        n=SAMPLES,
         param=param.ctypes.data,
         param_dtype=DType.FP32,
         grad=grad.ctypes.data,
@@ -142,5 +141,6 @@ def adam_error(kernels: "Kernels") -> float:
         exp_avg=first.ctypes.data,
         exp_avg_sq=second.ctypes.data,
     )
+    kernels.adam(planes, hyper)
     pairs = ((param, want), (first, want_first), (second, want_second))
     return max(float(np.max(np.abs(got - right) / (np.abs(right) + 1e-3))) for got, right in pairs)

@@ -5,7 +5,7 @@ from .client_optimizer import ClientOptimizer
 from .collectives import DivergenceError, Ranks
 from .cpu_adam import CPUAdam
 from .init import Init
-from .kernels import AdamHyper, DType, Kernels
+from .kernels import AdamHyper, AdamPlanes, DType, Kernels
 from .optimizer import AdamDefaults, TieredAdam
 from .options import ZeroOptions
 from .runtime import ZeroRuntime
@@ -14,6 +14,7 @@ from .tiled_linear import TiledLinear, tile_linears
 __all__ = [
     "AdamDefaults",
     "AdamHyper",
+    "AdamPlanes",
     "CPUAdam",
     "ClientOptimizer",
     "DType",

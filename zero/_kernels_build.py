@@ -10,6 +10,7 @@ from cffi import FFI
 
 # Relative to the checkout, where setup.py runs: an sdist keeps these paths too.
 CSRC = Path("zero") / "csrc"
+CRC = Path("aio_native") / "csrc"  # its CRC32C is taken here too, in the pass that writes
 HERE = Path(__file__).resolve().parent / "csrc" if "__file__" in globals() else CSRC.resolve()
 SOURCES = ["kernels.c", "pool.c", "path_portable.c", "path_avx2.c", "path_avx512.c", "path_neon.c"]
 
@@ -23,9 +24,9 @@ ffibuilder.cdef(declarations(HERE / "kernels.h"))
 ffibuilder.set_source(
     "lamina.zero._kernels",
     '#include "kernels.h"',
-    sources=[str(CSRC / name) for name in SOURCES],
+    sources=[*(str(CSRC / name) for name in SOURCES), str(CRC / "crc32c.c")],
     depends=[str(CSRC / name) for name in ("kernels.h", "ops.h", "body.h", "pool.h", "half.h", "fpenv.h")],
-    include_dirs=[str(CSRC)],
+    include_dirs=[str(CSRC), str(CRC)],
     libraries=["m"],
     # Only explicit multiply-adds may fuse: every path must give the same bits. Planes are bytes whose type the
     # caller names at run time, and tails go through a buffer of another type.

@@ -11,19 +11,11 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch.autograd.graph import increment_version
 
-from lamina.zero.kernels import AdamBatch, AdamHyper, DType, Kernels
+from lamina.zero.adam_slots import AdamSlots
+from lamina.zero.adam_state import MASTER_KEY, STATE_DTYPES, check_param, laid_out_like, start_state, where_is
+from lamina.zero.kernels import Kernels
 from lamina.zero.plain_optimizer import PlainOptimizer
-
-_DTYPES = {torch.float32: DType.FP32, torch.bfloat16: DType.BF16, torch.float16: DType.FP16}
-_MASTER_KEY = {torch.bfloat16: "remainder", torch.float16: "master"}
-_STATE_DTYPES = {
-    "exp_avg": torch.float32,
-    "exp_avg_sq": torch.float32,
-    "remainder": torch.int16,
-    "master": torch.float32,
-}
 
 
 class _Held:
@@ -70,7 +62,7 @@ class CPUAdam(PlainOptimizer):
         self._cores = None if cores is None else tuple(cores)
         self._given = kernels
         self._own: tuple[int, Kernels] | None = None
-        self._batch = AdamBatch()
+        self._slots = AdamSlots()
         defaults = {
             "lr": lr,
             "betas": betas,
@@ -99,7 +91,7 @@ class CPUAdam(PlainOptimizer):
         if not isinstance(group.get("params"), set | frozenset):  # sets are refused by torch
             group["params"] = list(group["params"])
             _check_params(len(self.param_groups), group["params"])
-        _check_options(len(self.param_groups), {**self.defaults, **group})
+        _checked_options(len(self.param_groups), {**self.defaults, **group})
         super().add_param_group(group)
 
     @torch.no_grad()
@@ -109,67 +101,13 @@ class CPUAdam(PlainOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for index, group in enumerate(self.param_groups):
-            _check_options(index, group)
-            _check_grads(index, group["params"])
-        self._batch.clear()
-        written: list[torch.Tensor] = []
-        staged: list[tuple[torch.Tensor, torch.Tensor]] = []
-        held: list[torch.Tensor] = []  # copies that must live until the kernels have run
-        for group in self.param_groups:
-            self._add_group(group, grad_multiplier, written, staged, held)
-        self._live_kernels().adam_batch(self._batch)
-        for param, copy in staged:
-            param.copy_(copy)
-        if written:
-            increment_version(written)
+        options = [_checked_options(index, group) for index, group in enumerate(self.param_groups)]
+        slots = self._slots
+        slots.look(self.param_groups, self.state)
+        slots.set_scalars(options, grad_multiplier)
+        self._live_kernels().adam_batch(slots.batch)
+        slots.finish()
         return loss
-
-    def _add_group(
-        self,
-        group: dict[str, Any],
-        grad_multiplier: float,
-        written: list[torch.Tensor],
-        staged: list[tuple[torch.Tensor, torch.Tensor]],
-        held: list[torch.Tensor],
-    ) -> None:
-        updates = [(param, param.grad, self.state[param]) for param in group["params"] if param.grad is not None]
-        if not updates:
-            return
-        for param, _, state in updates:
-            if not state:
-                _start_state(param, state)
-        torch._foreach_add_([state["step"] for _, _, state in updates], 1)
-        options = _hyper_options(group)
-        hypers: dict[float, AdamHyper] = {}
-        for param, grad, state in updates:
-            step = state["step"].item()
-            if param.numel() == 0:
-                continue
-            if step not in hypers:
-                hypers[step] = AdamHyper(step=int(step), **options)
-            target, grad = _dense_pair(param, grad)
-            if target is param:
-                written.append(param)
-            else:
-                staged.append((param, target))
-            master_key = _MASTER_KEY.get(param.dtype)
-            _lay_out_state(target, state, master_key)
-            held.append(grad)
-            self._batch.add(
-                param.numel(),
-                hyper=hypers[step],
-                param=target.data_ptr(),
-                param_dtype=_DTYPES[param.dtype],
-                grad=grad.data_ptr(),
-                grad_dtype=_DTYPES[grad.dtype],
-                exp_avg=state["exp_avg"].data_ptr(),
-                exp_avg_sq=state["exp_avg_sq"].data_ptr(),
-                master=state["master"].data_ptr() if master_key == "master" else 0,
-                remainder=state["remainder"].data_ptr() if master_key == "remainder" else 0,
-                grad_multiplier=grad_multiplier,
-                adopt_param=True,
-            )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads this class's or torch Adam's state dict; tensors are copied and keep their precision.
@@ -191,7 +129,7 @@ class CPUAdam(PlainOptimizer):
         super().__setstate__(state)
         for name in ("_num_threads", "_cores", "_given", "_own"):
             self.__dict__.setdefault(name, None)
-        self.__dict__.setdefault("_batch", AdamBatch())
+        self._slots = AdamSlots()
         for group in self.param_groups:
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
@@ -204,61 +142,21 @@ class CPUAdam(PlainOptimizer):
         return self._own[1]
 
 
-def _where(group: int, index: int, param: torch.Tensor) -> str:
-    return f"parameter {index} of group {group}, shape {tuple(param.shape)}"
-
-
 def _check_params(group: int, params: list[Any]) -> None:
     for index, entry in enumerate(params):
         param = entry[1] if isinstance(entry, tuple) else entry
-        if not isinstance(param, torch.Tensor):
-            continue  # torch's own check says it best
-        where = _where(group, index, param)
-        if param.layout is not torch.strided:
-            raise ValueError(f"{where}: layout {param.layout}; CPUAdam takes dense parameters")
-        if param.dtype not in _DTYPES:
-            raise TypeError(
-                f"{where}: dtype {param.dtype}; CPUAdam takes float32, bfloat16 and float16 "
-                f"(split a complex parameter with torch.view_as_real)"
-            )
-        if param.device.type != "cpu":
-            raise ValueError(f"{where}: on {param.device}; CPUAdam takes CPU parameters")
+        if isinstance(param, torch.Tensor):  # of anything else torch's own check says it best
+            check_param(group, index, param)
 
 
-def _check_grads(group: int, params: list[torch.Tensor]) -> None:
-    for index, param in enumerate(params):
-        grad = param.grad
-        if grad is None:
-            continue
-        if grad.layout is not torch.strided:
-            raise RuntimeError(
-                f"{_where(group, index, param)}: its gradient is {grad.layout}; CPUAdam takes dense "
-                f"gradients (make the embedding with sparse=False, or use torch.optim.SparseAdam for it)"
-            )
-        if grad.dtype not in _DTYPES or grad.device.type != "cpu" or param.dtype not in _DTYPES:
-            raise TypeError(
-                f"{_where(group, index, param)}: {param.dtype} with a gradient {grad.dtype} on "
-                f"{grad.device}; CPUAdam takes float32, bfloat16 and float16 on the CPU"
-            )
-
-
-def _check_options(index: int, group: dict[str, Any]) -> None:
+def _checked_options(index: int, group: dict[str, Any]) -> dict[str, Any]:
+    """A group's options as AdamHyper calls them, but for the step. Raises ValueError."""
     if group["amsgrad"]:
         raise ValueError(f"group {index}: amsgrad is not supported by CPUAdam: use torch.optim.AdamW for it")
     if isinstance(group["lr"], torch.Tensor) and group["lr"].numel() != 1:
         raise ValueError(f"group {index}: lr has shape {tuple(group['lr'].shape)}; one element is wanted")
-    limits = {"lr": math.inf, "eps": math.inf, "weight_decay": math.inf}
-    for name in limits:
-        if not 0.0 <= float(group[name]) < math.inf:
-            raise ValueError(f"group {index}: {name} = {group[name]}: must be finite and not negative")
-    for beta in group["betas"]:
-        if not 0.0 <= float(beta) < 1.0:
-            raise ValueError(f"group {index}: betas = {group['betas']}: must be at least 0 and less than 1")
-
-
-def _hyper_options(group: dict[str, Any]) -> dict[str, Any]:
     beta1, beta2 = group["betas"]
-    return {
+    options = {
         "lr": float(group["lr"]),
         "beta1": float(beta1),
         "beta2": float(beta2),
@@ -268,59 +166,26 @@ def _hyper_options(group: dict[str, Any]) -> dict[str, Any]:
         "maximize": bool(group["maximize"]),
         "bias_correction": bool(group["bias_correction"]),
     }
-
-
-def _start_state(param: torch.Tensor, state: dict[str, Any]) -> None:
-    state["step"] = torch.tensor(0.0)
-    state["exp_avg"] = torch.zeros_like(param, dtype=torch.float32, memory_format=torch.preserve_format)
-    state["exp_avg_sq"] = torch.zeros_like(param, dtype=torch.float32, memory_format=torch.preserve_format)
-    _start_master(param, state)
-
-
-def _start_master(param: torch.Tensor, state: dict[str, Any]) -> None:
-    if param.dtype is torch.bfloat16:
-        state["remainder"] = torch.zeros_like(param, dtype=torch.int16, memory_format=torch.preserve_format)
-    elif param.dtype is torch.float16:
-        state["master"] = param.detach().float()
-
-
-def _lay_out_state(param: torch.Tensor, state: dict[str, Any], master_key: str | None) -> None:
-    """Sees to it that the state's elements lie in memory in the order of param's (param.data may have been changed)."""
-    contiguous = param.is_contiguous()
-    for key in ("exp_avg", "exp_avg_sq", master_key):
-        if key is None or (contiguous and state[key].is_contiguous()):
-            continue
-        if state[key].stride() != param.stride():
-            state[key] = _laid_out_like(param, state[key])
-
-
-def _laid_out_like(param: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(param, dtype=tensor.dtype, memory_format=torch.preserve_format).copy_(tensor)
-
-
-def _dense_pair(param: torch.Tensor, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """param and grad, or copies of them, so that both are dense in memory in the same order of elements."""
-    if param.is_contiguous():
-        return param, grad if grad.is_contiguous() and not grad.is_neg() else grad.resolve_neg().contiguous()
-    dense = torch.empty_like(param, memory_format=torch.preserve_format)
-    target = param if dense.stride() == param.stride() else dense.copy_(param)
-    if grad.is_neg() or grad.stride() != target.stride():
-        grad = _laid_out_like(target, grad)
-    return target, grad
+    for name in ("lr", "eps", "weight_decay"):
+        if not 0.0 <= options[name] < math.inf:
+            raise ValueError(f"group {index}: {name} = {group[name]}: must be finite and not negative")
+    if not (0.0 <= options["beta1"] < 1.0 and 0.0 <= options["beta2"] < 1.0):
+        raise ValueError(f"group {index}: betas = {group['betas']}: must be at least 0 and less than 1")
+    return options
 
 
 def _hold_tensors(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     groups, saved = optimizer.param_groups, state_dict["param_groups"]
     params: dict[Any, tuple[str, torch.Tensor]] = {}
     for g, (group, other) in enumerate(zip(groups, saved, strict=False)):
-        _check_options(g, {**optimizer.defaults, **{k: v for k, v in other.items() if k != "params"}})
+        _checked_options(g, {**optimizer.defaults, **{k: v for k, v in other.items() if k != "params"}})
         for i, (param, key) in enumerate(zip(group["params"], other["params"], strict=False)):
-            params[key] = (_where(g, i, param), param)
+            params[key] = (where_is(g, i, param), param)
     held = {}
     for key, values in state_dict["state"].items():
         where, param = params.get(key, ("", None))
         for name, value in values.items():
-            if param is not None and name in _STATE_DTYPES and value.shape != param.shape:
+            if param is not None and name in STATE_DTYPES and value.shape != param.shape:
                 raise ValueError(f"{where}: the state dict's {name} has shape {tuple(value.shape)}")
         held[key] = {k: _Held(v) if isinstance(v, torch.Tensor) else v for k, v in values.items()}
     return {**state_dict, "state": held}
@@ -332,10 +197,9 @@ def _release_tensors(optimizer: torch.optim.Optimizer) -> None:
             if param not in optimizer.state:
                 continue
             loaded = {k: v.tensor if isinstance(v, _Held) else v for k, v in optimizer.state[param].items()}
-            state: dict[str, Any] = {"step": torch.tensor(float(loaded.get("step", 0.0)))}
-            for name, dtype in _STATE_DTYPES.items():
-                if name in loaded and (name in ("exp_avg", "exp_avg_sq") or name == _MASTER_KEY.get(param.dtype)):
-                    state[name] = _laid_out_like(param.detach(), loaded[name].to(device="cpu", dtype=dtype))
-            if param.dtype in _MASTER_KEY and _MASTER_KEY[param.dtype] not in state:
-                _start_master(param, state)
+            state: dict[str, Any] = {"step": torch.tensor(float(loaded.get("step", 0.0)), dtype=torch.float32)}
+            for name, dtype in STATE_DTYPES.items():
+                if name in loaded and (name in ("exp_avg", "exp_avg_sq") or name == MASTER_KEY.get(param.dtype)):
+                    state[name] = laid_out_like(param.detach(), loaded[name].to(device="cpu", dtype=dtype))
+            start_state(param, state)
             optimizer.state[param] = state

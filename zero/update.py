@@ -18,7 +18,7 @@ from lamina.tiers import Block, GenerationStore, Plane, Residency, Spans, Transa
 
 from .dtypes import KERNEL_DTYPE
 from .gradients import GradientPlane
-from .kernels import AdamHyper, Kernels
+from .kernels import AdamHyper, AdamPlanes, Kernels
 from .partition import round_up
 from .segment import Segment
 
@@ -312,9 +312,8 @@ class Updater:
             if first >= last:
                 continue
             at = {plane: base + (first - begin) * itemsizes[plane] for plane, base in bases.items()}
-            self.kernels.adam(
-                last - first,
-                hyper=run.hyper,
+            planes = AdamPlanes(
+                n=last - first,
                 param=at[Plane.PARAM],
                 param_dtype=KERNEL_DTYPE[segment.dtype],
                 grad=grad + (first - begin) * gradient.dtype.itemsize,
@@ -323,8 +322,8 @@ class Updater:
                 exp_avg_sq=at[Plane.EXP_AVG_SQ],
                 master=at.get(Plane.MASTER, 0),
                 remainder=at.get(Plane.REMAINDER, 0),
-                grad_multiplier=job.grad_multiplier,
             )
+            self.kernels.adam(planes, run.hyper, job.grad_multiplier)
 
     def _update_in_memory(self, job: UpdateJob) -> None:
         began = time.perf_counter()

@@ -26,6 +26,38 @@ uint32_t lamina_crc32c_plain(uint32_t crc, const void *data, uint64_t nbytes) {
     return ~crc;
 }
 
+/* a * b modulo the polynomial; reflected, so bit 31 is x^0. */
+static uint32_t multiply(uint32_t a, uint32_t b) {
+    uint32_t product = 0;
+    for (uint32_t bit = 0x80000000u; a; bit >>= 1) {
+        if (a & bit) {
+            product ^= b;
+            a ^= bit;
+        }
+        b = b >> 1 ^ (b & 1 ? POLYNOMIAL : 0);
+    }
+    return product;
+}
+
+/* x^(8 * nbytes) modulo the polynomial: what appending so many bytes multiplies a checksum by. */
+static uint32_t appended(uint64_t nbytes) {
+    uint32_t power = 0x80000000u, square = 0x00800000u;
+    for (; nbytes; nbytes >>= 1) {
+        if (nbytes & 1)
+            power = multiply(square, power);
+        square = multiply(square, square);
+    }
+    return power;
+}
+
+uint32_t lamina_crc32c_join(uint32_t crc, const uint32_t *crcs, uint64_t count, uint64_t piece,
+                            uint64_t last) {
+    uint32_t shift = appended(piece);
+    for (uint64_t i = 0; i + 1 < count; i++)
+        crc = multiply(shift, crc) ^ crcs[i];
+    return count ? multiply(appended(last), crc) ^ crcs[count - 1] : crc;
+}
+
 #if defined(__x86_64__)
 #include <immintrin.h>
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from lamina.aio_native import AlignedBuffer
-from lamina.zero import AdamHyper, DType, Kernels
+from lamina.zero import AdamHyper, AdamPlanes, DType, Kernels
 
 ARRAY_BYTES = 128 << 20
 """Far more than the caches hold, for each of the arrays."""
@@ -31,18 +31,18 @@ def memory_rates(seconds: float, *, array_bytes: int = ARRAY_BYTES) -> dict[str,
         arrays = [_touched(stack.enter_context(AlignedBuffer(array_bytes))) for _ in range(4)]
         param, grad, first, second = arrays
         hyper = AdamHyper(lr=1e-3, step=1)
+        planes = AdamPlanes(
+            n=numel,
+            param=param,
+            param_dtype=DType.FP32,
+            grad=grad,
+            grad_dtype=DType.FP32,
+            exp_avg=first,
+            exp_avg_sq=second,
+        )
 
         def adam() -> None:
-            kernels.adam(
-                numel,
-                hyper=hyper,
-                param=param,
-                param_dtype=DType.FP32,
-                grad=grad,
-                grad_dtype=DType.FP32,
-                exp_avg=first,
-                exp_avg_sq=second,
-            )
+            kernels.adam(planes, hyper)
 
         def accumulate(add: bool) -> None:
             kernels.accumulate(numel, dst=param, src=grad, src_dtype=DType.FP32, scale=0.5, add=add)

@@ -103,21 +103,24 @@ static void one_adam(lk_pool *ours, lk_pool *reference, kind k, int grad_dtype, 
         b[i] = twin(&a[i], dtypes[i], n, 0);
     }
     for (int variant = 0; variant < 6; variant++) {
+        lk_adam_scalars scalars = {.l2 = variant & 1,
+                                   .grad_multiplier = variant & 2 ? -0.5f : 1.0f,
+                                   .decay = variant & 1 ? 1.0f : 0.999f,
+                                   .weight_decay = 0.01f,
+                                   .beta2 = 0.99f,
+                                   .one_minus_beta1 = variant < 3 ? 0.1f : 0.7f,
+                                   .one_minus_beta2 = 0.01f,
+                                   .bias_correction2_sqrt = variant == 5 ? 1.0f : 0.3162f,
+                                   .eps = variant == 4 ? 0.0f : 1e-8f,
+                                   .neg_step_size = -0.001f,
+                                   .step = 1.0f};
+        float counters[2] = {0.0f, 0.0f};
         lk_adam_args args = {.n = n,
                              .param_dtype = k.param,
                              .grad_dtype = grad_dtype,
                              .master_kind = k.master_kind,
-                             .l2 = variant & 1,
                              .adopt_param = k.adopt,
-                             .grad_multiplier = variant & 2 ? -0.5f : 1.0f,
-                             .decay = variant & 1 ? 1.0f : 0.999f,
-                             .weight_decay = 0.01f,
-                             .beta2 = 0.99f,
-                             .one_minus_beta1 = variant < 3 ? 0.1f : 0.7f,
-                             .one_minus_beta2 = 0.01f,
-                             .bias_correction2_sqrt = variant == 5 ? 1.0f : 0.3162f,
-                             .eps = variant == 4 ? 0.0f : 1e-8f,
-                             .neg_step_size = -0.001f};
+                             .scalars = &scalars};
         for (int side = 0; side < 2; side++) {
             plane *p = side ? b : a;
             args.param = (uintptr_t)p[PARAM].at;
@@ -126,7 +129,12 @@ static void one_adam(lk_pool *ours, lk_pool *reference, kind k, int grad_dtype, 
             args.exp_avg_sq = (uintptr_t)p[V].at;
             args.master = (uintptr_t)p[MASTER].at;
             args.remainder = (uintptr_t)p[REMAINDER].at;
+            args.counter = (uintptr_t)&counters[side];
+            if (!lk_counters_agree(&args, 1))
+                fail("a counter is not at 0", variant, path);
             must(lk_adam(side ? reference : ours, &args, 1), "lk_adam", path);
+            if (counters[side] != 1.0f || lk_counters_agree(&args, 1))
+                fail("a counter is not at 1", variant, path);
         }
     }
     for (int i = 0; i < COUNT; i++) {

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lamina.zero.kernels import AdamHyper, DType, Kernels
+from lamina.zero.kernels import AdamHyper, AdamPlanes, DType, Kernels
 
 TORCH = {DType.FP32: torch.float32, DType.BF16: torch.bfloat16, DType.FP16: torch.float16}
 INTEGER = {4: torch.int32, 2: torch.int16}
@@ -59,9 +59,12 @@ def dtype_of(tensor: torch.Tensor) -> DType:
 def run_adam(
     kernels: Kernels, planes: Planes, hyper: AdamHyper, multiplier: float = 1.0, adopt_param: bool = False
 ) -> None:
-    kernels.adam(
-        planes.param.numel(),
-        hyper=hyper,
+    kernels.adam(adam_planes(planes, adopt_param), hyper, multiplier)
+
+
+def adam_planes(planes: Planes, adopt_param: bool = False) -> AdamPlanes:
+    return AdamPlanes(
+        n=planes.param.numel(),
         param=planes.param.data_ptr(),
         param_dtype=dtype_of(planes.param),
         grad=planes.grad.data_ptr(),
@@ -70,7 +73,6 @@ def run_adam(
         exp_avg_sq=planes.exp_avg_sq.data_ptr(),
         master=0 if planes.master is None else planes.master.data_ptr(),
         remainder=0 if planes.remainder is None else planes.remainder.data_ptr(),
-        grad_multiplier=multiplier,
         adopt_param=adopt_param,
     )
 

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from lamina.zero.kernels import AdamHyper, DType, Kernels, available_paths
+from lamina.zero.kernels import AdamHyper, AdamPlanes, DType, Kernels, available_paths
 
 PATHS = available_paths()
 GRID = list(
@@ -22,9 +22,8 @@ GRID = list(
 
 def step(kernels: Kernels, hyper: AdamHyper, state: list[torch.Tensor], grad: torch.Tensor) -> None:
     param, exp_avg, exp_avg_sq = state
-    kernels.adam(
-        param.numel(),
-        hyper=hyper,
+    planes = AdamPlanes(
+        n=param.numel(),
         param=param.data_ptr(),
         param_dtype=DType.FP32,
         grad=grad.data_ptr(),
@@ -32,6 +31,7 @@ def step(kernels: Kernels, hyper: AdamHyper, state: list[torch.Tensor], grad: to
         exp_avg=exp_avg.data_ptr(),
         exp_avg_sq=exp_avg_sq.data_ptr(),
     )
+    kernels.adam(planes, hyper)
 
 
 def compare_with_torch(path: str, numel: int, steps: int, config: tuple, seed: int) -> None:

@@ -12,6 +12,7 @@ from lamina.zero.kernels import available_paths
 
 ROOT = Path(__file__).parents[2]
 CSRC = ROOT / "zero" / "csrc"
+CRC = ROOT / "aio_native" / "csrc"
 DRIVER = Path(__file__).with_name("driver.c")
 NUMBERS = {"portable": "0", "avx2": "1", "avx512": "2", "neon": "3"}
 FLAGS = ["-std=c11", "-ffp-contract=off", "-fno-math-errno", "-fno-strict-aliasing", "-pthread"]
@@ -28,8 +29,8 @@ def run(command: list[str], **options) -> str:
 def build(compiler: str, out: Path, *flags: str) -> Path:
     if shutil.which(compiler) is None:
         pytest.skip(f"{compiler} is not installed")
-    sources = [str(p) for p in [DRIVER, *sorted(CSRC.glob("*.c"))]]
-    run([compiler, *FLAGS, *STRICT, *flags, f"-I{CSRC}", *sources, "-lm", "-o", str(out)])
+    sources = [str(p) for p in [DRIVER, *sorted(CSRC.glob("*.c")), CRC / "crc32c.c"]]
+    run([compiler, *FLAGS, *STRICT, *flags, f"-I{CSRC}", f"-I{CRC}", *sources, "-lm", "-o", str(out)])
     return out
 
 
@@ -83,7 +84,7 @@ def test_neon_gives_the_bits_of_this_machine(tmp_path):
 @pytest.mark.parametrize("toolkit", ["none", "fake nvcc", "CUDA_HOME nowhere"])
 def test_builds_without_regard_to_a_gpu_toolkit(tmp_path, toolkit):
     """G-01: no toolkit, an nvcc of another version first in PATH, CUDA_HOME set to nowhere."""
-    for name in ("zero/csrc", "zero/_kernels_build.py"):
+    for name in ("zero/csrc", "zero/_kernels_build.py", "aio_native/csrc"):
         target = tmp_path / name
         target.parent.mkdir(parents=True, exist_ok=True)
         (shutil.copytree if (ROOT / name).is_dir() else shutil.copy)(ROOT / name, target)
@@ -108,6 +109,7 @@ def test_a_broken_compiler_is_named_first(tmp_path):
     """G-01: what is shown is the compiler's own error."""
     (tmp_path / "zero").mkdir()
     shutil.copytree(CSRC, tmp_path / "zero" / "csrc")
+    shutil.copytree(CRC, tmp_path / "aio_native" / "csrc")
     shutil.copy(ROOT / "zero" / "_kernels_build.py", tmp_path / "zero")
     (tmp_path / "zero" / "csrc" / "pool.c").write_text("#error deliberately broken\n")
     (tmp_path / "build_only.py").write_text(

@@ -10,12 +10,14 @@ import warnings
 import psutil
 import pytest
 import torch
-from planes import bits, random_planes, run_adam
+from planes import adam_planes, bits, random_planes, run_adam
 
 from lamina.zero import kernels as kernels_module
 from lamina.zero.kernels import (
     AdamBatch,
     AdamHyper,
+    AdamPlanes,
+    AdamScalars,
     DType,
     Kernels,
     SingleCoreWarning,
@@ -230,18 +232,8 @@ def test_a_batch_does_what_single_calls_do():
         for round_ in range(2):
             batch.clear()
             for i, planes in enumerate(together):
-                batch.add(
-                    planes.param.numel(),
-                    hyper=AdamHyper(lr=0.01, step=i % 3 + 1),
-                    param=planes.param.data_ptr(),
-                    param_dtype=DType.BF16,
-                    grad=planes.grad.data_ptr(),
-                    grad_dtype=DType.BF16,
-                    exp_avg=planes.exp_avg.data_ptr(),
-                    exp_avg_sq=planes.exp_avg_sq.data_ptr(),
-                    remainder=planes.remainder.data_ptr(),
-                    grad_multiplier=1.0 + i,
-                )
+                scalars = AdamScalars(AdamHyper(lr=0.01, step=i % 3 + 1), 1.0 + i)
+                assert batch.add(adam_planes(planes), scalars) == i
             kernels.adam_batch(batch)
             for i, planes in enumerate(single):
                 run_adam(kernels, planes, AdamHyper(lr=0.01, step=i % 3 + 1), 1.0 + i)
@@ -253,7 +245,7 @@ def test_a_batch_does_what_single_calls_do():
 def test_wrong_planes_are_refused_with_their_names():
     planes = random_planes("fp32", DType.FP32, 64, seed=1)
     good = {
-        "hyper": HYPER,
+        "n": 32,
         "param": planes.param.data_ptr(),
         "param_dtype": DType.FP32,
         "grad": planes.grad.data_ptr(),
@@ -272,14 +264,14 @@ def test_wrong_planes_are_refused_with_their_names():
         ({"param_dtype": DType.BF16, "remainder": 7}, "remainder = 0x7"),
         ({"param_dtype": DType.FP16, "master": 6}, "master = 0x6"),
         ({"master": 8}, "its own master"),
+        ({"counter": 6}, "counter = 0x6"),
+        ({"n": -1}, "n = -1"),
     ]
     before = planes.copy()
     with Kernels(1) as kernels:
         for change, message in cases:
             with pytest.raises(ValueError, match=message):
-                kernels.adam(32, **{**good, **change})
-        with pytest.raises(ValueError, match="n = -1"):
-            kernels.adam(-1, **good)
+                kernels.adam(AdamPlanes(**{**good, **change}), HYPER)
     assert torch.equal(planes.param, before.param)
 
 

@@ -186,17 +186,18 @@ INLINE void adam_tail(const adam_constants *c, const adam_planes *at, int64_t i,
 }
 
 INLINE void adam_range(const lk_adam_args *a, int64_t begin, int64_t end, adam_variant k) {
+    const lk_adam_scalars *s = a->scalars;
     adam_constants c = {
-        .multiplier = vf_set(a->grad_multiplier),
-        .decay = vf_set(a->decay),
-        .weight_decay = vf_set(a->weight_decay),
-        .lerp = vf_set(k.far ? a->one_minus_beta1 - 1.0f : a->one_minus_beta1),
-        .beta2 = vf_set(a->beta2),
-        .one_minus_beta2 = vf_set(a->one_minus_beta2),
-        .correction = vf_set(a->bias_correction2_sqrt),
-        .eps = vf_set(a->eps),
-        .neg_step = vf_set(a->neg_step_size),
-        .root = root_constants_for(a->bias_correction2_sqrt),
+        .multiplier = vf_set(s->grad_multiplier),
+        .decay = vf_set(s->decay),
+        .weight_decay = vf_set(s->weight_decay),
+        .lerp = vf_set(k.far ? s->one_minus_beta1 - 1.0f : s->one_minus_beta1),
+        .beta2 = vf_set(s->beta2),
+        .one_minus_beta2 = vf_set(s->one_minus_beta2),
+        .correction = vf_set(s->bias_correction2_sqrt),
+        .eps = vf_set(s->eps),
+        .neg_step = vf_set(s->neg_step_size),
+        .root = root_constants_for(s->bias_correction2_sqrt),
     };
     adam_planes at = {(char *)a->param,    (char *)a->master,      (char *)a->grad,
                       (float *)a->exp_avg, (float *)a->exp_avg_sq, (int16_t *)a->remainder};
@@ -213,10 +214,10 @@ INLINE void adam_range(const lk_adam_args *a, int64_t begin, int64_t end, adam_v
 
 #define ADAM_INSTANCE(NAME, MASTER, PARAM, GRAD, ADOPT)                                                      \
     static void NAME(const lk_adam_args *a, int64_t begin, int64_t end) {                                    \
-        int far = !(a->one_minus_beta1 < 0.5f);                                                              \
-        if (a->l2 && far)                                                                                    \
+        int far = !(a->scalars->one_minus_beta1 < 0.5f);                                                     \
+        if (a->scalars->l2 && far)                                                                           \
             adam_range(a, begin, end, (adam_variant){MASTER, PARAM, GRAD, ADOPT, 1, 1});                     \
-        else if (a->l2)                                                                                      \
+        else if (a->scalars->l2)                                                                             \
             adam_range(a, begin, end, (adam_variant){MASTER, PARAM, GRAD, ADOPT, 1, 0});                     \
         else if (far)                                                                                        \
             adam_range(a, begin, end, (adam_variant){MASTER, PARAM, GRAD, ADOPT, 0, 1});                     \

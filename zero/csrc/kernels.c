@@ -4,6 +4,7 @@
  * nothing; an element's result depends on that element alone, so neither do chunk size and alignment. */
 #define _GNU_SOURCE
 #include "kernels.h"
+#include "crc32c.h"
 #include "fpenv.h"
 #include "ops.h"
 #include "pool.h"
@@ -12,8 +13,8 @@
 #include <stdlib.h>
 
 enum {
-    ADAM_CHUNK =
-        16384, /* 448 KiB of fp32 state: long enough for the prefetchers, short enough to share evenly */
+    /* 448 KiB of fp32 state: long enough for the prefetchers, short enough to share evenly */
+    ADAM_CHUNK = LK_SUM_PIECE,
     FEW_UPDATES = 15,
     PLAIN_CHUNK = 65536, /* multiple of LK_NORM_BLOCK */
 };
@@ -121,14 +122,28 @@ static int bad_dtype(int dtype) {
 }
 
 static int adam_args_fit(const lk_adam_args *a) {
+    if (a->n == 0)
+        return 1;
     int fits = 0;
     if (a->master_kind == LK_IN_PARAM)
         fits = a->param_dtype == LK_FP32;
     else if (a->master_kind == LK_SPLIT)
-        fits = a->param_dtype == LK_BF16 && (a->remainder || a->n == 0);
+        fits = a->param_dtype == LK_BF16 && a->remainder;
     else if (a->master_kind == LK_COPY)
-        fits = (a->param_dtype == LK_BF16 || a->param_dtype == LK_FP16) && (a->master || a->n == 0);
-    return fits && a->n >= 0 && !bad_dtype(a->grad_dtype);
+        fits = (a->param_dtype == LK_BF16 || a->param_dtype == LK_FP16) && a->master;
+    return fits && a->n > 0 && a->scalars != NULL && !bad_dtype(a->grad_dtype);
+}
+
+/* The checksums of one chunk of what an update wrote; its bytes are in this core's cache. */
+static void sum_chunk(const lk_adam_args *a, int64_t begin, int64_t end) {
+    const uintptr_t planes[] = {a->param, a->exp_avg, a->exp_avg_sq,
+                                a->master_kind == LK_SPLIT ? a->remainder : a->master};
+    const size_t sizes[] = {lk_itemsize(a->param_dtype), 4, 4, a->master_kind == LK_SPLIT ? 2 : 4};
+    int64_t pieces = (a->n + LK_SUM_PIECE - 1) / LK_SUM_PIECE;
+    uint32_t *sums = (uint32_t *)a->sums + begin / LK_SUM_PIECE;
+    for (int i = 0; i < (a->master_kind == LK_IN_PARAM ? 3 : 4); i++)
+        sums[i * pieces] = lamina_crc32c(0, (const char *)planes[i] + (size_t)begin * sizes[i],
+                                         (size_t)(end - begin) * sizes[i]);
 }
 
 /* Chunk `index` of all updates together: first[k] is the first chunk of update k. */
@@ -148,6 +163,8 @@ static void adam_chunk(void *context, int64_t index) {
     lk_fpenv saved = lk_fpenv_default();
     c->ops->adam(a, begin, end);
     lk_fpenv_restore(saved);
+    if (a->sums)
+        sum_chunk(a, begin, end);
 }
 
 int lk_adam(lk_pool *pool, const lk_adam_args *args, int64_t count) {
@@ -168,9 +185,19 @@ int lk_adam(lk_pool *pool, const lk_adam_args *args, int64_t count) {
         call c = {.ops = pool->ops, .chunk = ADAM_CHUNK, .adam = args, .count = count, .first = first};
         rc = lk_threads_run(pool->threads, chunks, adam_chunk, &c);
     }
+    for (int64_t k = 0; k < count && rc == 0; k++)
+        if (args[k].counter)
+            *(float *)args[k].counter += 1.0f;
     if (first != few)
         free(first);
     return rc;
+}
+
+int lk_counters_agree(const lk_adam_args *args, int64_t count) {
+    for (int64_t k = 0; k < count; k++)
+        if (args[k].counter && *(const float *)args[k].counter + 1.0f != args[k].scalars->step)
+            return 0;
+    return 1;
 }
 
 static void norm_slice(call *c, int64_t begin, int64_t end) {

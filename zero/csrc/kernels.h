@@ -10,6 +10,8 @@
 
 typedef struct lk_pool lk_pool;
 
+enum { LK_SUM_PIECE = 16384 }; /* elements to a checksum */
+
 enum lk_path { LK_PORTABLE = 0, LK_AVX2 = 1, LK_AVX512 = 2, LK_NEON = 3 };
 enum lk_dtype { LK_FP32 = 0, LK_BF16 = 1, LK_FP16 = 2 };
 
@@ -17,20 +19,8 @@ enum lk_dtype { LK_FP32 = 0, LK_BF16 = 1, LK_FP16 = 2 };
  * plane. */
 enum lk_master { LK_IN_PARAM = 0, LK_SPLIT = 1, LK_COPY = 2 };
 
+/* What one step needs besides its planes; formed in double, rounded once. */
 typedef struct {
-    int64_t n;             /* elements */
-    uintptr_t param;       /* fp32, bf16 or fp16 */
-    uintptr_t grad;        /* fp32, bf16 or fp16, only read */
-    uintptr_t exp_avg;     /* fp32 */
-    uintptr_t exp_avg_sq;  /* fp32 */
-    uintptr_t master;      /* fp32, with LK_COPY */
-    uintptr_t remainder;   /* int16, with LK_SPLIT */
-    int32_t param_dtype;   /* enum lk_dtype */
-    int32_t grad_dtype;    /* enum lk_dtype */
-    int32_t master_kind;   /* enum lk_master */
-    int32_t l2;            /* nonzero: weight decay goes into the gradient */
-    int32_t adopt_param;   /* LK_COPY: where param is not the rounded master, somebody edited it: start from
-                              param */
     float grad_multiplier; /* negative to maximize */
     float decay;           /* 1 - lr * weight_decay, or 1 */
     float weight_decay;    /* used when l2 */
@@ -40,6 +30,27 @@ typedef struct {
     float bias_correction2_sqrt;
     float eps;
     float neg_step_size; /* -lr / bias_correction1 */
+    float step;          /* counts from 1; compared with the counters of planes */
+    int32_t l2;          /* nonzero: weight decay goes into the gradient */
+} lk_adam_scalars;
+
+/* One update: its planes, and the scalars that it may share with others. */
+typedef struct {
+    int64_t n;            /* elements */
+    uintptr_t param;      /* fp32, bf16 or fp16 */
+    uintptr_t grad;       /* fp32, bf16 or fp16, only read */
+    uintptr_t exp_avg;    /* fp32 */
+    uintptr_t exp_avg_sq; /* fp32 */
+    uintptr_t master;     /* fp32, with LK_COPY */
+    uintptr_t remainder;  /* int16, with LK_SPLIT */
+    uintptr_t counter;    /* fp32: steps done so far, counted up after the update; 0 for none */
+    uintptr_t sums;       /* uint32: see lk_adam; 0 for none */
+    const lk_adam_scalars *scalars;
+    int32_t param_dtype; /* enum lk_dtype */
+    int32_t grad_dtype;  /* enum lk_dtype */
+    int32_t master_kind; /* enum lk_master */
+    int32_t adopt_param; /* LK_COPY: where param is not the rounded master, somebody edited it: start from
+                            param */
 } lk_adam_args;
 
 int lk_path_usable(int path);
@@ -49,8 +60,14 @@ int lk_open(lk_pool **out, int num_threads, const int *cores, int num_cores, int
 int lk_stop(lk_pool *pool);
 void lk_free(lk_pool *pool);
 
-/* Any number of separate updates in one call. */
+/* Any number of separate updates in one call.
+ *
+ * sums: the CRC32C of each piece of LK_SUM_PIECE elements (the last may be shorter) of what was written,
+ * taken while it is in the cache: first those of param, then of exp_avg, exp_avg_sq, and of remainder or
+ * master. */
 int lk_adam(lk_pool *pool, const lk_adam_args *args, int64_t count);
+/* 1 when every counter of these updates stands at one less than its scalars' step, else 0. */
+int lk_counters_agree(const lk_adam_args *args, int64_t count);
 /* One double per block of 4096 elements. */
 int lk_squared_norm(lk_pool *pool, int64_t n, uintptr_t src, int dtype, uintptr_t partials);
 /* 1 when an infinity or NaN is there, else 0. */
