@@ -8,6 +8,7 @@ from .executor import Executor
 from .homes import Budgets, Home, SegmentSize, Wishes
 from .nvme.handle import TransferHandle
 from .nvme.store import GenerationInfo, GenerationStore
+from .nvme.taken_sums import TakenSums
 from .nvme.transaction import Transaction
 from .placement import Placement, PlacementError, place
 from .plan import Action, Verb, format_plan, parse_plan
@@ -63,6 +64,7 @@ __all__ = [
     "StepModel",
     "StoreError",
     "SubGroup",
+    "TakenSums",
     "Tier",
     "TraceCursor",
     "Transaction",

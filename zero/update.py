@@ -21,6 +21,7 @@ from .gradients import GradientPlane
 from .kernels import AdamHyper, AdamPlanes, Kernels
 from .partition import round_up
 from .segment import Segment
+from .update_sums import UpdateSums
 
 STAGING_ALIGN = 4096
 COPY_NUMEL = 1 << 14  # below what torch would share out to threads: they belong to the passes
@@ -275,7 +276,8 @@ class Updater:
             return home + chunk.begin * itemsize if home else 0
 
         flight.residency = flight.residency.change()
-        self._adam(job, chunk.begin, chunk.end, address)
+        sums = UpdateSums(segment.planes)
+        self._adam(job, chunk.begin, chunk.end, address, sums)
         computed = time.perf_counter()
         handles = []
         transaction = self._transaction
@@ -288,7 +290,8 @@ class Updater:
                 view = flight.staging.view[offset : offset + nbytes]
             else:  # a parameter that is cached in memory: written from there
                 view = self._cached_param(segment, where, nbytes)
-            handles.append(transaction.write(segment.name, spec.plane, view, offset=where))
+            taken = sums.taken[spec.plane]
+            handles.append(transaction.write(segment.name, spec.plane, view, offset=where, taken=taken))
         if job.from_store and segment.home is not None:
             self._refresh_cache(segment, flight, chunk)
         if segment.device_home is not None:
@@ -301,7 +304,9 @@ class Updater:
         self._computed(job)
         return replace(flight, handles=handles, residency=flight.residency.write(), started=time.perf_counter())
 
-    def _adam(self, job: UpdateJob, begin: int, end: int, address: Callable[[Plane], int]) -> None:
+    def _adam(
+        self, job: UpdateJob, begin: int, end: int, address: Callable[[Plane], int], sums: UpdateSums | None = None
+    ) -> None:
         """Run the kernel on every run that overlaps [begin, end); ``address`` gives that of element begin."""
         segment, gradient = job.segment, job.gradient
         itemsizes = {spec.plane: spec.itemsize for spec in segment.planes}
@@ -322,6 +327,7 @@ class Updater:
                 exp_avg_sq=at[Plane.EXP_AVG_SQ],
                 master=at.get(Plane.MASTER, 0),
                 remainder=at.get(Plane.REMAINDER, 0),
+                sums=sums.room(first - begin, last - first) if sums is not None else 0,
             )
             self.kernels.adam(planes, run.hyper, job.grad_multiplier)
 

@@ -3,13 +3,14 @@
 import enum
 from array import array
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import compress, cycle
 
 from lamina.aio_native import crc32c
 from lamina.tiers.nvme.checksum import combine
 from lamina.tiers.nvme.layout import Layout, PlaneExtent
+from lamina.tiers.nvme.taken_sums import TakenSums, checksum
 
 
 class ChunkState(enum.IntEnum):
@@ -28,13 +29,15 @@ _Piece = tuple[int, int, int | None]  # start, end, CRC32C or None
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Bytes start to end of a chunk (counted within the layout) of `whole` bytes, and their CRC32C."""
+    """Bytes start to end of a chunk (counted within the layout) of `whole` bytes, their CRC32C, and how many of them were
+    read for it."""
 
     index: int
     start: int
     end: int
     whole: int
     crc: int
+    num_read: int = 0
 
 
 class ChunkSums:
@@ -47,6 +50,7 @@ class ChunkSums:
         self._states = bytearray([ChunkState.ABSENT if values is None else ChunkState.KNOWN]) * num
         self._pieces: dict[int, list[_Piece]] = {}
         self._announced: Counter[int] = Counter()
+        self.num_read = 0  # bytes that were read only for their checksums
 
     def state(self, index: int) -> ChunkState:
         """State of a chunk, counted within the layout."""
@@ -70,16 +74,18 @@ class ChunkSums:
             range(first, extent.first_chunk + -(-(offset + nbytes) // self.layout.chunk_bytes)) if nbytes else range(0)
         )
 
-    def measure(self, extent: PlaneExtent, offset: int, view: memoryview) -> "list[Measured]":
-        """Checksums of the pieces of bytes at byte `offset` of a plane; reads them once, changes nothing."""
+    def measure(
+        self, extent: PlaneExtent, offset: int, view: memoryview, taken: Sequence[TakenSums] = ()
+    ) -> "list[Measured]":
+        """Checksums of the pieces of bytes at byte `offset` of a plane; reads them once, but for what is taken already."""
         measured = []
         done = 0
         while done < len(view):
             chunk, inside = divmod(offset + done, self.layout.chunk_bytes)
             whole = self.chunk_bytes(extent, chunk)
             size = min(whole - inside, len(view) - done)
-            crc = crc32c(view[done : done + size])
-            measured.append(Measured(extent.first_chunk + chunk, inside, inside + size, whole, crc))
+            crc, num_read = checksum(view, done, done + size, taken)
+            measured.append(Measured(extent.first_chunk + chunk, inside, inside + size, whole, crc, num_read))
             done += size
         return measured
 
@@ -99,6 +105,7 @@ class ChunkSums:
             self._announced[piece.index] -= 1
             if self._announced[piece.index] <= 0:
                 del self._announced[piece.index]
+            self.num_read += piece.num_read
             self._note(piece.index, piece.start, piece.end, piece.whole, piece.crc)
 
     def _note(self, index: int, start: int, end: int, whole: int, crc: int) -> None:
@@ -172,6 +179,7 @@ class ChunkSums:
         other._states = self._states
         other._pieces = self._pieces
         other._announced = self._announced
+        other.num_read = self.num_read
         return other
 
     def tables(self) -> list[bytes]:

@@ -15,6 +15,7 @@ from lamina.tiers.nvme.layout import PlaneExtent
 from lamina.tiers.nvme.pending import PendingWrite, PendingWrites
 from lamina.tiers.nvme.slot import Slot, first_failure
 from lamina.tiers.nvme.stream import Piece, Scratch, check_chunks, cut, pump, reader
+from lamina.tiers.nvme.taken_sums import TakenSums
 from lamina.tiers.tier import Plane
 
 
@@ -101,10 +102,12 @@ class Transaction:
         *,
         offset: int = 0,
         priority: Priority = Priority.WRITE_BACK,
+        taken: Sequence[TakenSums] = (),
     ) -> TransferHandle:
         """Start writing a buffer at BYTE offset of a plane. Any size and offset; the last of overlapping
         writes wins.
 
+        taken: checksums of the buffer's pieces, sorted, from whoever wrote them: only the rest is read for its checksum.
         The buffer must not change until the handle's wait() returns (or commit does). Raises KeyError,
         ValueError for what does not exist, StoreError for a frozen plane that is written already.
         """
@@ -114,11 +117,17 @@ class Transaction:
             target = self._target(shard)
             extent = target.slot.layout.extent(shard, plane)
             handle = self._start(target, extent, offset, view, priority)
-        # The checksum is taken while the disk works; both only read.
-        measured = target.sums.measure(extent, offset, view)
+        # What is not taken yet is read while the disk works; both only read.
+        measured = target.sums.measure(extent, offset, view, taken)
         with self._lock:
             target.sums.put(measured)
         return handle
+
+    @property
+    def checksum_read_bytes(self) -> int:
+        """Bytes that were read again only for their checksums."""
+        with self._lock:
+            return sum(target.sums.num_read for target in self._targets())
 
     def read(
         self, shard: str, plane: Plane, buffer: Any, *, offset: int = 0, priority: Priority = Priority.DEMAND
