@@ -38,6 +38,9 @@ class CPUAdam(PlainOptimizer):
     bf16 parameter keeps the remainder (less than half a unit of the parameter's last place); an edit of an
     fp16 parameter becomes the master where it was made.
 
+    The options by which torch chooses among its implementations (fused, foreach, capturable, differentiable) are accepted
+    where they ask for what this is, one fused pass; a loaded state dict may hold any and they mean nothing here.
+
     Raises TypeError or ValueError, naming group, index and shape, for complex, integer, fp64, sparse and
     non-CPU parameters (when added) and gradients (at step, before anything is updated), and for amsgrad.
     """
@@ -54,10 +57,20 @@ class CPUAdam(PlainOptimizer):
         maximize: bool = False,
         bias_correction: bool = True,
         amsgrad: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
         num_threads: int | None = None,
         cores: Iterable[int] | None = None,
         kernels: Kernels | None = None,
     ) -> None:
+        if foreach or capturable or differentiable or fused is False:
+            given = {"foreach": foreach, "capturable": capturable, "differentiable": differentiable, "fused": fused}
+            raise ValueError(
+                f"{', '.join(f'{name}={value}' for name, value in given.items() if value is not None)}: CPUAdam is one "
+                f"fused pass that autograd and graphs do not see; leave these options out"
+            )
         self._num_threads = num_threads
         self._cores = None if cores is None else tuple(cores)
         self._given = kernels
@@ -72,8 +85,7 @@ class CPUAdam(PlainOptimizer):
             "maximize": maximize,
             "bias_correction": bias_correction,
             "decoupled_weight_decay": adamw_mode,
-            # Options of torch's Adam that mean nothing here but belong to its state dict: this is its fused
-            # arithmetic.
+            # They mean nothing here but belong to the state dict of torch's Adam.
             "foreach": None,
             "capturable": False,
             "differentiable": False,

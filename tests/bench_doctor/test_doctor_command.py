@@ -234,7 +234,7 @@ def test_bytes_that_come_back_wrong_are_found(tmp_path: Path, monkeypatch: pytes
 
 def test_a_kernel_that_computes_wrongly_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert next(doctor_machine.check_kernels()).state is State.OK
-    monkeypatch.setattr(Kernels, "adam", lambda kernels, n, **planes: None)
+    monkeypatch.setattr(Kernels, "adam", lambda kernels, planes, hyper: None)
     found = next(doctor_machine.check_kernels())
     assert found.state is State.FAIL
     assert "Adam is WRONG on" in found.text

@@ -3,6 +3,7 @@
  * valgrind, and for other machines; prints a checksum of all results, which must be the same everywhere.
  *
  * driver PATH...   (numbers of enum lk_path; 0 is the reference) */
+#include "crc32c.h"
 #include "kernels.h"
 #include <errno.h>
 #include <pthread.h>
@@ -89,6 +90,21 @@ typedef struct {
     int param, master_kind, adopt;
 } kind;
 
+/* n is at most two pieces. */
+static void check_sums(const plane *param, const plane *m, const plane *v, const plane *other, kind k,
+                       int64_t n, const uint32_t *sums) {
+    const plane *planes[] = {param, m, v, other};
+    int64_t pieces = (n + LK_SUM_PIECE - 1) / LK_SUM_PIECE;
+    for (int i = 0; i < (k.master_kind == LK_IN_PARAM ? 3 : 4); i++) {
+        size_t whole = planes[i]->bytes, size = n ? whole / (size_t)n * LK_SUM_PIECE : 1;
+        for (int64_t piece = 0; piece < pieces; piece++) {
+            size_t begin = (size_t)piece * size, end = begin + size < whole ? begin + size : whole;
+            if (sums[i * pieces + piece] != lamina_crc32c_plain(0, planes[i]->at + begin, end - begin))
+                fail("a checksum is wrong", i, piece);
+        }
+    }
+}
+
 static void one_adam(lk_pool *ours, lk_pool *reference, kind k, int grad_dtype, int64_t n, int offset,
                      int path) {
     enum { PARAM, GRAD, M, V, MASTER, REMAINDER, COUNT };
@@ -129,12 +145,16 @@ static void one_adam(lk_pool *ours, lk_pool *reference, kind k, int grad_dtype, 
             args.exp_avg_sq = (uintptr_t)p[V].at;
             args.master = (uintptr_t)p[MASTER].at;
             args.remainder = (uintptr_t)p[REMAINDER].at;
+            uint32_t sums[4][2];
+            args.sums = (uintptr_t)sums;
             args.counter = (uintptr_t)&counters[side];
             if (!lk_counters_agree(&args, 1))
                 fail("a counter is not at 0", variant, path);
             must(lk_adam(side ? reference : ours, &args, 1), "lk_adam", path);
             if (counters[side] != 1.0f || lk_counters_agree(&args, 1))
                 fail("a counter is not at 1", variant, path);
+            check_sums(&p[PARAM], &p[M], &p[V], k.master_kind == LK_SPLIT ? &p[REMAINDER] : &p[MASTER], k, n,
+                       &sums[0][0]);
         }
     }
     for (int i = 0; i < COUNT; i++) {
