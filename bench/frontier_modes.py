@@ -104,3 +104,5 @@ WANTED = (
 )
 PASSES_LIMIT = 1.1
 """Forward and backward with nothing to fetch, over plain PyTorch's."""
+START_LIMIT_S = 1.5
+"""From the start of the process to the end of the first step, over plain PyTorch's, for a small model."""

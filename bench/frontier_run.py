@@ -3,7 +3,8 @@
     PYTHON frontier_run.py '{"system": "torch", "shape": {...}, ...}'
 
 Knows nothing of lamina but in lamina's own run, so that it also runs in an interpreter that has only the other system.
-Memory is the peak of the whole run above what importing torch took.
+Memory is the peak of the whole run above what importing torch took. lamina's model is built under its Init, as a model that
+memory cannot hold must be: built as usual, its fp32 values alone would be the peak of the small budgets.
 """
 
 import importlib
@@ -22,6 +23,7 @@ sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != Pa
 
 import torch  # noqa: E402
 
+Build = Callable[[], torch.nn.Module]
 BATCHES = 4
 SEED = 7
 
@@ -33,6 +35,12 @@ def resident() -> tuple[int, int]:
         key, _, value = line.partition(":")
         fields[key] = value.split()
     return int(fields["VmRSS"][0]) * 1024, int(fields["VmHWM"][0]) * 1024
+
+
+def age() -> float:
+    """Seconds since this process was started, on the kernel's clock (10 ms steps)."""
+    started = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK")
 
 
 class System(Protocol):
@@ -52,8 +60,10 @@ class System(Protocol):
 class Lamina:
     """lamina's engine."""
 
-    def __init__(self, job: dict[str, Any], model: torch.nn.Module) -> None:
+    def __init__(self, job: dict[str, Any], build: Build) -> None:
         initialize = importlib.import_module("lamina.engine").initialize
+        with importlib.import_module("lamina.zero").Init(config=job["config"]):
+            model = build()
         self.engine = initialize(model=model, config=job["config"])[0]
 
     def forward(self, *batch: torch.Tensor) -> torch.Tensor:
@@ -76,7 +86,8 @@ class Lamina:
 class Torch:
     """Parameters in bf16, fp32 masters and fused AdamW, all in memory."""
 
-    def __init__(self, job: dict[str, Any], model: torch.nn.Module) -> None:
+    def __init__(self, job: dict[str, Any], build: Build) -> None:
+        model = build()
         self.masters = [parameter.detach().float() for parameter in model.parameters()]
         self.model = model.to(torch.bfloat16)
         self.params: list[torch.Tensor] = list(self.model.parameters())
@@ -105,12 +116,12 @@ class Torch:
 class DeepSpeed:
     """DeepSpeed's engine on one rank, with the config that the job brings."""
 
-    def __init__(self, job: dict[str, Any], model: torch.nn.Module) -> None:
+    def __init__(self, job: dict[str, Any], build: Build) -> None:
         for name, value in (("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", str(job["port"]))):
             os.environ[name] = value
         os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
         deepspeed = importlib.import_module("deepspeed")
-        model = model.to(torch.bfloat16)
+        model = build().to(torch.bfloat16)
         config = json.loads(json.dumps(job["config"]))
         offload = config["zero_optimization"].get("offload_param", {})
         if offload.get("device") == "nvme":
@@ -131,7 +142,7 @@ class DeepSpeed:
         return {}
 
 
-SYSTEMS: dict[str, Callable[[dict[str, Any], torch.nn.Module], System]] = {
+SYSTEMS: dict[str, Callable[[dict[str, Any], Build], System]] = {
     "lamina": Lamina,
     "torch": Torch,
     "deepspeed": DeepSpeed,
@@ -169,11 +180,10 @@ def batches(job: dict[str, Any]) -> list[tuple[torch.Tensor, torch.Tensor]]:
 def measure(job: dict[str, Any]) -> dict[str, Any]:
     """Train and take the medians of the steps after the warm-up."""
     imported, _ = resident()
-    began = time.perf_counter()
-    system = SYSTEMS[job["system"]](job, load_gpt(job))
-    ready = time.perf_counter()
+    system = SYSTEMS[job["system"]](job, lambda: load_gpt(job))
     data = batches(job)
     rows, losses = [], []
+    first_step_at = 0.0
     for index in range(job["warm_up"] + job["steps"]):
         start = time.perf_counter()
         loss = system.forward(*data[index % BATCHES])
@@ -183,6 +193,7 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
         system.step()
         rows.append((forward - start, backward - forward, time.perf_counter() - backward))
         losses.append(float(loss.detach()))
+        first_step_at = first_step_at or age()
     peak = resident()[1]
     kept = rows[job["warm_up"] :]
     return {
@@ -190,7 +201,7 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
         "backward_s": median(row[1] for row in kept),
         "update_s": median(row[2] for row in kept),
         "step_s": median(sum(row) for row in kept),
-        "first_step_s": ready - began + sum(rows[0]),
+        "first_step_at_s": first_step_at,  # since the start of the process
         "peak_bytes": peak - imported,
         "losses": losses,
         **system.close(),

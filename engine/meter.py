@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from lamina.tiers import Tier
 from lamina.zero import ZeroRuntime
+from lamina.zero.update import ROOM
 
 from .metrics import StepCosts, StepMetrics, lower_bound
 
@@ -71,8 +72,9 @@ class StepMeter:
         read_bytes, written_bytes = read - read_before, written - written_before
         fetches, update = runtime.executor.take_counters(), runtime.updater.take_counters()
         fetched = fetches.fetched_bytes
+        stalled = {"nvme->host": fetches.stalled_s, ROOM: update.room_stall_s} if runtime.store else {}
         costs = StepCosts(
-            compute_s=max(0.0, clock.forward_s + clock.backward_s - fetches.stalled_s),
+            compute_s=max(0.0, clock.forward_s + clock.backward_s - sum(stalled.values())),
             adam_s=update.adam_s,
             forward_backward_io_s=self._io_seconds(fetched, 0),
             update_io_s=self._io_seconds(max(0, read_bytes - fetched), written_bytes),
@@ -86,7 +88,7 @@ class StepMeter:
             update_s=facts.update_s,
             commit_s=facts.commit_s,
             communication_share=runtime.ranks.take_seconds() / step_s,
-            stalled_s={"nvme->host": fetches.stalled_s} if runtime.store else {},
+            stalled_s=stalled,
             link_bytes=links,
             link_gbps={link: nbytes / step_s / 1e9 for link, nbytes in links.items()},
             peak_bytes={

@@ -9,7 +9,8 @@ from typing import Any
 class StepMetrics:
     """The last optimizer step of one rank. Times in seconds, sizes in bytes, bandwidths in GB/s (1e9).
 
-    ``forward_s`` and ``backward_s`` include stalls. ``update_s`` is the time after the backward pass until every
+    ``forward_s`` and ``backward_s`` include stalls: the training thread waited for a link, or for "gradient room", the memory
+    of gradients whose update is still to be done. ``update_s`` is the time after the backward pass until every
     sub-group was updated and written; ``commit_s`` the time to make the generation current. ``lower_bound_s`` is explained in
     ``lower_bound``.
     """
@@ -20,7 +21,7 @@ class StepMetrics:
     backward_s: float
     update_s: float
     commit_s: float
-    stalled_s: Mapping[str, float] = field(default_factory=dict)  # by link
+    stalled_s: Mapping[str, float] = field(default_factory=dict)  # by what was waited for
     link_bytes: Mapping[str, int] = field(default_factory=dict)
     link_gbps: Mapping[str, float] = field(default_factory=dict)  # bytes over the whole step's time
     communication_share: float = 0.0
@@ -40,7 +41,7 @@ class StepMetrics:
 
     @property
     def stalled_share(self) -> float:
-        """Share of the step that the training thread waited for a link."""
+        """Share of the step that the training thread waited in forward and backward."""
         return min(1.0, sum(self.stalled_s.values()) / self.step_s) if self.step_s else 0.0
 
     def as_dict(self) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from .segment import Segment
 from .update_sums import UpdateSums
 
 STAGING_ALIGN = 4096
+ROOM = "gradient room"  # what the training thread waits for when the host tier has none for one more gradient
 COPY_NUMEL = 1 << 14  # below what torch would share out to threads: they belong to the passes
 
 
@@ -64,10 +65,14 @@ class _Chunk:
 
 @dataclass(kw_only=True)
 class UpdateCounters:
-    """Seconds the update thread waited for reads and writes, and computed; parameter bytes that it need not read."""
+    """Seconds the update thread waited for reads and writes, and computed; parameter bytes that it need not read.
+
+    ``room_stall_s``: seconds that the training thread waited for memory of gradients that were still to be used.
+    """
 
     read_stall_s: float = 0.0
     write_stall_s: float = 0.0
+    room_stall_s: float = 0.0
     adam_s: float = 0.0
     parameters: int = 0
     cached_bytes: int = 0
@@ -133,7 +138,11 @@ class Updater:
             before = self._open_jobs
             if before == 0 or self._error is not None:
                 return False
+            began = time.perf_counter()
             self._state.wait_for(lambda: self._open_jobs < before or self._error is not None)
+            ended = time.perf_counter()
+            self.counters.room_stall_s += ended - began
+            self.spans.add("stall", ROOM, began, ended)
             return self._error is None
 
     def drain(self) -> None:

@@ -37,6 +37,16 @@ def test_nothing_that_fits_is_no_speed_at_all() -> None:
     assert [verdict["speed"] for verdict in found] == [0.0, 0.0]
 
 
+def test_the_slowest_start_of_lamina_counts_where_the_model_is_small() -> None:
+    table = [runs("torch", "in memory", 1.0, 1.0), runs("lamina", "a", 1.0, 1.0), runs("lamina", "b", 1.0, 1.0)]
+    for item, seconds in zip(table, (2.0, 2.5, 3.6), strict=True):
+        item.results[0]["first_step_at_s"] = seconds
+    (verdict,) = verdicts(table, small=True)
+    assert (verdict["by"], verdict["holds"]) == ("b", False)
+    assert verdict["ratio"] == pytest.approx(1.6)
+    assert verdicts(table) == []
+
+
 def test_losses_are_compared_step_by_step() -> None:
     plain = runs("torch", "in memory", 1.0, 1.0)
     assert runs("lamina", "x", 1.0, 1.0, (5.01, 3.96)).loss_gap(plain) == pytest.approx(0.04)
@@ -77,4 +87,5 @@ def test_a_toy_frontier_has_equal_losses_and_leaves_nothing(
     assert plain["loss_gap"] == 0
     assert streamed["loss_gap"] < 0.03
     assert streamed["results"][0]["tiers"]["nvme"] > 0
+    assert 0.3 < plain["results"][0]["first_step_at_s"] < 100
     assert list(tmp_path.iterdir()) == []
