@@ -24,6 +24,8 @@ from torch.nn.modules.module import (
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
+from lamina.tiers.heap import Heap
+
 from .away import Attic, bring_back, is_away, only_user, put_away, record_of
 from .collectives import Ranks
 from .fetch_on_use import READING_GETTERS
@@ -54,6 +56,7 @@ class Init(TorchFunctionMode):
         self._inside = False
         self._ranks = Ranks()
         self._attic: Attic | None = None
+        self._heap = Heap()
 
     def __enter__(self) -> "Init":
         if self._handles:
@@ -82,6 +85,7 @@ class Init(TorchFunctionMode):
         finally:
             self._fresh.clear()
             self._ranks.close()
+            self._heap.give_back()
 
     def materialize(self, model: nn.Module, reset: Callable[[nn.Module], None] | None = None) -> nn.Module:
         """Give values to a model that was built on the meta device, module by module in ``model.modules()`` order; inside
@@ -155,6 +159,7 @@ class Init(TorchFunctionMode):
         before, self._inside = self._inside, True
         try:
             put_away(parameter, self._attic, self._ranks)
+            self._heap.freed(parameter.numel() * parameter.itemsize)
         finally:
             self._inside = before
 

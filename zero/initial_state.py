@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from lamina.tiers import Arena, Block, GenerationStore, Plane, Tier, Transaction
+from lamina.tiers.heap import Heap
 
 from .away import whole
 from .collectives import Ranks
@@ -50,10 +51,14 @@ class InitialState:
             # A store that was kept has its frozen shards already, and they are to be written anew.
             anew = self._store.current is not None
             transaction = self._store.begin(replace_frozen=anew)
+        heap = Heap()
         with torch.no_grad():
             for segment in segments:
+                came_with = sum(parameter.numel() * parameter.itemsize for parameter in segment.parameters)
                 with whole(segment.parameters, self._ranks):
                     self._place(segment, transaction)
+                heap.freed(came_with)
+        heap.give_back()
         if transaction is not None:
             transaction.commit(0, {})
 

@@ -1,7 +1,6 @@
 """lamina.zero.Init: a model whose values are never all in memory, with the values of an ordinary build."""
 
 import json
-import os
 import subprocess
 import sys
 import textwrap
@@ -141,7 +140,7 @@ PEAK = """
         line = next(l for l in Path("/proc/self/status").read_text().splitlines() if l.startswith("VmHWM"))
         return int(line.split()[1]) * 1024
 
-    def build(): return nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(16)))
+    def build(): return nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(40)))
 
     config = json.loads(sys.argv[1])
     build_small = nn.Sequential(nn.Linear(1024, 1024))  # pages and code that any build touches
@@ -158,7 +157,7 @@ PEAK = """
 
 
 def test_the_peak_of_a_build_is_a_few_modules_not_the_model(tmp_path: Path) -> None:
-    """Case B-04 on one rank: 64 MiB of parameters."""
+    """Case B-04 on one rank: 160 MiB of parameters; freed blocks count until they are given back (32 MiB at a time)."""
     peaks = {}
     for kind in ("init", "plain"):
         run = subprocess.run(
@@ -167,9 +166,7 @@ def test_the_peak_of_a_build_is_a_few_modules_not_the_model(tmp_path: Path) -> N
             text=True,
             timeout=100,
             check=True,
-            # Else glibc keeps freed blocks of up to 32 MiB, cut by small ones, and the figure is a matter of luck.
-            env=os.environ | {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)},
         )
         peaks[kind] = int(run.stdout)
-    assert peaks["plain"] > 50 << 20, peaks
-    assert peaks["init"] < 20 << 20, peaks
+    assert peaks["plain"] > 150 << 20, peaks
+    assert peaks["init"] < 60 << 20, peaks
