@@ -1,7 +1,7 @@
 """Bytes of every kind on every tier in every phase of one rank, item by item."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lamina.engine.planner.case import Case
 from lamina.engine.planner.items import ALWAYS, AUTOGRAD, TRAINED, Item, Kind, Phase
@@ -28,16 +28,13 @@ class Footprint:
         return result
 
     def arena(self, tier: str, *, built_only: bool = False) -> dict[Kind, int]:
-        """Bytes by kind that one rank takes of the tier's byte budget at its fullest.
+        """Bytes by kind that one rank takes of the tier's byte budget, in which everything has a place of its own.
 
-        ``built_only``: no more than lies there before the first step.
+        ``built_only``: no more than is used before the first step.
         """
-        mine = [item for item in self.items if item.tier == tier and item.arena]
-        phases = (Phase.INIT,) if built_only else tuple(Phase)
-        fullest = max(phases, key=lambda phase: sum(item.nbytes for item in mine if phase in item.phases))
         result: dict[Kind, int] = {}
-        for item in mine:
-            if fullest in item.phases and item.nbytes:
+        for item in self.items:
+            if item.tier == tier and item.arena and item.nbytes and (Phase.INIT in item.phases or not built_only):
                 result[item.kind] = result.get(item.kind, 0) + item.nbytes
         return result
 
@@ -89,6 +86,9 @@ def footprint(case: Case) -> Footprint:
         *_runtime(case),
     )
     items = (*items, *_fragments(case, items))
+    if case.wishes.separate_device and case.place.optimizer != DEVICE:
+        # Page-locked host memory and the device's arena are taken whole before the first step.
+        items = tuple(replace(item, phases=ALWAYS) if item.arena else item for item in items)
     return Footprint(
         items=tuple(item for item in items if item.nbytes),
         ranks_per_host=case.machine.devices_per_host,
