@@ -10,6 +10,7 @@ from torch import nn
 from lamina.zero import ZeroRuntime
 
 from .checkpoint.loading import LoadReport, load_checkpoint
+from .checkpoint.pending import PendingSave
 from .checkpoint.saving import save_checkpoint
 from .export import save_pretrained
 from .pretrained import load_pretrained
@@ -27,6 +28,7 @@ class EnginePersistence:
     load_report: LoadReport | None
     _broken: str
     _batches: Iterator[Any] | None
+    _pending_save: PendingSave | None
 
     def _refuse_closed(self, what: str) -> None:
         raise NotImplementedError
@@ -46,20 +48,38 @@ class EnginePersistence:
         save_latest: bool = True,
         *,
         keep_last: int | None = None,
+        background: bool = False,
     ) -> str:
         """Save everything that training needs to go on, atomically; returns the checkpoint's folder. Collective.
 
-        See lamina.engine.checkpoint.saving.save_checkpoint.
+        ``background``: return as soon as training may go on; ``wait_for_checkpoint`` tells when the folder is there. See
+        lamina.engine.checkpoint.saving.save_checkpoint.
         """
         self._refuse_unusable("save_checkpoint")
-        return save_checkpoint(
+        self.wait_for_checkpoint()
+        saved = save_checkpoint(
             self._engine,
             save_dir,
             tag=tag,
             client_state=client_state or {},
             save_latest=save_latest,
             keep_last=keep_last,
+            background=background,
         )
+        if isinstance(saved, str):
+            return saved
+        self._pending_save = saved
+        return saved.path
+
+    def wait_for_checkpoint(self, timeout: float | None = None) -> str | None:
+        """Return once the checkpoint that is saved in the background is complete, durable and has its name: its folder; None
+        when there is none. Raises what went wrong with it (once), or TimeoutError after ``timeout`` seconds."""
+        pending = self._pending_save
+        if pending is None:
+            return None
+        pending.join(timeout)
+        self._pending_save = None
+        return pending.result()
 
     def load_checkpoint(
         self,
@@ -77,6 +97,7 @@ class EnginePersistence:
         (None, {}) when no tag is given and the folder has no ``latest``. See lamina.engine.checkpoint.loading.
         """
         self._refuse_closed("load_checkpoint")
+        self.wait_for_checkpoint()
         found = load_checkpoint(
             self._engine,
             load_dir,

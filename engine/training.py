@@ -16,6 +16,7 @@ from lamina.zero.checkpoint_target import refresh_homes
 from lamina.zero.closed_forward import refuse_forward
 
 from .checkpoint.loading import LoadReport
+from .checkpoint.pending import PendingSave
 from .checkpoint.progress import generation_meta
 from .config import EngineConfig
 from .data import ResumableLoader
@@ -70,6 +71,7 @@ class TrainingEngine(EnginePersistence, EngineFace):
         self._metrics: StepMetrics | None = None
         self._losses: list[torch.Tensor] = []
         self._batches: Iterator[Any] | None = None
+        self._pending_save: PendingSave | None = None
         self._applied = False
         self._closed = False
         self._broken = ""
@@ -435,15 +437,18 @@ class TrainingEngine(EnginePersistence, EngineFace):
 
     def close(self) -> None:
         """Wait for transfers under way and give back memory, files, locks and threads. The parameters are not usable
-        afterwards. Harmless when repeated."""
+        afterwards. Harmless when repeated. Raises what went wrong with a checkpoint saved in the background."""
         if not self._closed:
             self._closed = True
             atexit.unregister(self.close)
             if self._signals is not None:
                 self._signals.restore()
-            self._monitors.close()
-            self.runtime.close()
-            refuse_forward(self.module)
+            try:
+                self.wait_for_checkpoint()
+            finally:
+                self._monitors.close()
+                self.runtime.close()
+                refuse_forward(self.module)
 
     def _stop(self, save_dir: str | os.PathLike[str] | None) -> None:
         """After a stop signal, between two steps."""

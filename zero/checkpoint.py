@@ -10,9 +10,10 @@ import torch
 
 from lamina.aio_native import AsyncIO
 from lamina.tiers import Plane
+from lamina.tiers.nvme.pin import PinnedGeneration
 
 from .access import bytes_of, plane_in_memory, planes_in_memory
-from .checkpoint_file import write_planes
+from .checkpoint_file import Extent, write_planes
 from .checkpoint_record import ClientTensor, RankRecord, SegmentRecord
 from .checkpoint_source import PINNED_FOLDER, PLANE_FILE, CheckpointSource, RankPart, StateSource
 from .checkpoint_target import StateWriter, check_source, refresh_homes, refresh_replicas
@@ -47,11 +48,32 @@ def rank_records(runtime: "ZeroRuntime") -> list[SegmentRecord]:
     return found
 
 
-def save_rank(runtime: "ZeroRuntime", folder: str) -> RankRecord:
-    """Write this rank's part into a folder that exists and is empty. Durable when it returns.
+@dataclass(frozen=True, kw_only=True)
+class CapturedState:
+    """What a save took hold of: from now on training may change everything. ``record`` describes the files; ``path``: that of
+    the planes in memory."""
 
-    NVMe-resident planes are pinned: no byte is copied on the same file system. Raises RuntimeError between ``backward()``
-    and ``step()`` where updates start early, OSError and StoreError.
+    record: RankRecord
+    path: str
+    pin: PinnedGeneration | None
+
+    def wait(self) -> None:
+        """Return once the pinned part is complete and durable. Raises OSError, StoreError."""
+        if self.pin is not None:
+            self.pin.wait()
+
+    def drain(self) -> None:
+        """Wait for it, however it ends."""
+        if self.pin is not None:
+            self.pin.finish()
+
+
+def capture_rank(runtime: "ZeroRuntime", folder: str) -> CapturedState:
+    """Write this rank's part into a folder that exists and is empty; it is complete and durable after ``sync_all`` of the
+    planes' path and ``wait()``.
+
+    NVMe-resident planes are pinned: on the same file system no byte is copied, elsewhere they are copied in the background.
+    Raises RuntimeError between ``backward()`` and ``step()`` where updates start early, OSError and StoreError.
     """
     if runtime.optimizer is not None and runtime.optimizer.updating:
         raise RuntimeError("an update is under way: call step() before saving a checkpoint")
@@ -59,7 +81,21 @@ def save_rank(runtime: "ZeroRuntime", folder: str) -> RankRecord:
     has_pinned = any(segment.pinned for segment in segments)
     pin = None
     if has_pinned and runtime.store is not None:
-        pin = runtime.store.pin(os.path.join(folder, PINNED_FOLDER))
+        pin = runtime.store.pin(os.path.join(folder, PINNED_FOLDER), background=True)
+    try:
+        client, extents = _write_memory(runtime, segments, os.path.join(folder, PLANE_FILE))
+    except BaseException:
+        if pin is not None:
+            pin.finish()
+        raise
+    record = RankRecord(segments=tuple(segments), extents=tuple(extents), has_pinned=has_pinned, client=tuple(client))
+    return CapturedState(record=record, path=os.path.join(folder, PLANE_FILE), pin=pin)
+
+
+def _write_memory(
+    runtime: "ZeroRuntime", segments: Sequence[SegmentRecord], path: str
+) -> tuple[list[ClientTensor], list[Extent]]:
+    """What memory holds, and the state of a client optimizer."""
     planes = _planes_in_memory(runtime, segments)
     client = []
     if isinstance(runtime.optimizer, ClientOptimizer):
@@ -70,10 +106,7 @@ def save_rank(runtime: "ZeroRuntime", folder: str) -> RankRecord:
             planes.append((name, record.plane, bytes_of(values) if values.numel() else memoryview(b"")))
     with ExitStack() as stack:
         io = runtime.io or stack.enter_context(runtime.options.open_io())
-        extents = write_planes(io, os.path.join(folder, PLANE_FILE), planes)
-    if pin is not None:
-        pin.wait()
-    return RankRecord(segments=tuple(segments), extents=tuple(extents), has_pinned=has_pinned, client=tuple(client))
+        return client, write_planes(io, path, planes)
 
 
 def _planes_in_memory(runtime: "ZeroRuntime", records: Sequence[SegmentRecord]) -> list[tuple[str, str, memoryview]]:

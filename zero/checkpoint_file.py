@@ -55,9 +55,9 @@ def open_quietly(io: AsyncIO, path: str, **how: Any) -> File:
 
 
 def write_planes(io: AsyncIO, path: str, planes: Iterable[tuple[str, str, memoryview]]) -> list[Extent]:
-    """Write (segment, plane, bytes) to a new file and make it durable. Raises OSError.
+    """Write (segment, plane, bytes) to a new file, which the caller makes durable. Raises OSError.
 
-    Checksums are taken while the disk works. The bytes must not change meanwhile.
+    Checksums are taken while the disk works. The bytes may change when this returns.
     """
     listed = list(planes)
     offsets, end = [], 0
@@ -74,7 +74,6 @@ def write_planes(io: AsyncIO, path: str, planes: Iterable[tuple[str, str, memory
         ]
         for handle in handles:
             handle.wait()
-        io.fsync(file, data_only=False).wait()
     return extents
 
 

@@ -4,10 +4,12 @@
     <dir>/.<tag>.partial-<random>/    while it is written; removed by the next save when its process is gone
     <dir>/<tag>/                      complete: checkpoint.json, rank<r>/state.json, rank<r>/planes.bin, rank<r>/nvme/…
     <dir>/.<tag>.replaced-<random>/   what had that name before, until the new one has it; found by a load that comes between
+    <dir>/.<tag>.removed-<random>/    what is being deleted; finished by the next save
     <dir>/latest                      the tag, replaced by a rename
 Every file and folder is durable before the rename that makes it count.
 """
 
+import contextlib
 import json
 import os
 import re
@@ -26,9 +28,11 @@ VERSION = 1
 MAIN_FILE = "checkpoint.json"
 RANK_FILE = "state.json"
 LATEST = "latest"
+_LATEST_TEMPORARY = f".{LATEST}.tmp"
 _OWNER_FILE = "writer.json"
 _TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._=+-]{0,199}")
 _PARTIAL = re.compile(r"\.(?P<tag>.+)\.partial-[0-9a-f]{8}")
+_REMOVED = re.compile(r"\.(?P<tag>.+)\.removed-[0-9a-f]{8}")
 _REPLACED = re.compile(r"\.(?P<tag>.+)\.replaced-[0-9a-f]{8}")
 
 
@@ -47,12 +51,10 @@ def checked_tag(tag: str | int) -> str:
 
 
 def write_json(path: str, content: Mapping[str, Any]) -> None:
-    """A new file of two lines: the content, and the checksum of the first. Durable when it returns."""
+    """A new file of two lines: the content, and the checksum of the first. The caller makes it durable."""
     line = json.dumps(content, allow_nan=False, separators=(",", ":")).encode()
     with open(path, "xb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
         file.write(line + b"\n" + json.dumps({"crc32c": crc32c(line)}).encode() + b"\n")
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def read_json(path: str) -> dict[str, Any]:
@@ -97,9 +99,7 @@ def begin(save_dir: str, tag: str) -> str:
 
 
 def finish(partial: str, save_dir: str, tag: str, *, latest: bool) -> str:
-    """Give a complete folder its name, and point `latest` to it."""
-    os.unlink(os.path.join(partial, _OWNER_FILE))
-    sync_directory(partial)
+    """Give a complete folder, all of it durable, its name, and point `latest` (made by prepare_latest()) to it."""
     path = os.path.join(save_dir, tag)
     replaced = None
     if os.path.lexists(path):
@@ -110,33 +110,34 @@ def finish(partial: str, save_dir: str, tag: str, *, latest: bool) -> str:
     os.rename(partial, path)
     sync_directory(save_dir)
     if latest:
-        write_latest(save_dir, tag)
+        os.rename(os.path.join(save_dir, _LATEST_TEMPORARY), os.path.join(save_dir, LATEST))
+        sync_directory(save_dir)
+    os.unlink(os.path.join(path, _OWNER_FILE))
     if replaced is not None:
         remove_checkpoint(replaced)
     remove_leftovers(save_dir)
     return path
 
 
-def write_latest(save_dir: str, tag: str) -> None:
-    temporary = os.path.join(
-        save_dir, f".{LATEST}.tmp"
-    )  # one name: what a kill leaves is written over by the next save
+def prepare_latest(save_dir: str, tag: str) -> str:
+    """Write what `latest` is to say beside it, under one name that the next save writes over; the caller makes it durable."""
+    temporary = os.path.join(save_dir, _LATEST_TEMPORARY)
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
     with open(os.open(temporary, flags, 0o600), "w", encoding="utf-8") as file:
         file.write(tag)
-        file.flush()
-        os.fsync(file.fileno())
-    os.rename(temporary, os.path.join(save_dir, LATEST))
-    sync_directory(save_dir)
+    return temporary
 
 
 def abandon(partial: str) -> None:
-    """Remove a folder that was not finished."""
+    """Remove a folder that was not finished, and what `latest` would have said."""
     shutil.rmtree(partial, ignore_errors=True)
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(os.path.join(os.path.dirname(partial), _LATEST_TEMPORARY))
 
 
 def remove_leftovers(save_dir: str) -> None:
-    """Remove partial folders of processes of this machine that are gone, and replaced ones whose successor is there."""
+    """Remove partial folders of processes of this machine that are gone, replaced ones whose successor is there, and what
+    was left of a removal."""
     for name in os.listdir(save_dir):
         path = os.path.join(save_dir, name)
         if os.path.islink(path) or not os.path.isdir(path):
@@ -145,6 +146,8 @@ def remove_leftovers(save_dir: str) -> None:
             shutil.rmtree(path)
         elif (match := _REPLACED.fullmatch(name)) and is_checkpoint(os.path.join(save_dir, match["tag"])):
             remove_checkpoint(path)
+        elif match := _REMOVED.fullmatch(name):
+            _empty(path, os.path.join(save_dir, match["tag"]))
 
 
 def _is_alive(partial: str) -> bool:
@@ -214,19 +217,29 @@ def keep_last(save_dir: str, count: int, *, current: str) -> list[str]:
 
 
 def remove_checkpoint(path: str) -> None:
-    """Delete a checkpoint, its main file first, so that what is left after a crash is not taken for one."""
-    main = os.path.join(path, MAIN_FILE)
-    if os.path.lexists(main):
-        os.unlink(main)
-        sync_directory(path)
-    for name in os.listdir(path):
-        inner = os.path.join(path, name)
+    """Delete a checkpoint. It goes under another name first, so that what a crash leaves is neither taken for one nor in the
+    way of the next one of its tag."""
+    save_dir, name = os.path.split(path)
+    match = _REPLACED.fullmatch(name)
+    tag = match["tag"] if match else name
+    removed = os.path.join(save_dir, f".{tag}.removed-{secrets.token_hex(4)}")
+    os.rename(path, removed)
+    sync_directory(save_dir)
+    _empty(removed, os.path.join(save_dir, tag))
+
+
+def _empty(removed: str, path: str) -> None:
+    """Delete our files of a checkpoint that is being removed; what somebody else put there stays, under its old name."""
+    for name in os.listdir(removed):
+        inner = os.path.join(removed, name)
         if re.fullmatch(r"rank\d+", name) and os.path.isdir(inner) and not os.path.islink(inner):
             shutil.rmtree(inner)
-        elif re.fullmatch(r"[A-Za-z_]+\.safetensors", name):
+        elif name in (MAIN_FILE, _OWNER_FILE) or re.fullmatch(r"[A-Za-z_]+\.safetensors", name):
             os.unlink(inner)
-    if not os.listdir(path):  # what somebody else put there stays
-        os.rmdir(path)
+    if not os.listdir(removed):
+        os.rmdir(removed)
+    elif not os.path.lexists(path):
+        os.rename(removed, path)
 
 
 def locate(load_dir: str, tag: str | int | None) -> str | None:

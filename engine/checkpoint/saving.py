@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from lamina.tiers.nvme.folder import sync_directory
 from lamina.zero import ClientOptimizer
-from lamina.zero.checkpoint import save_rank
+from lamina.zero.checkpoint import CapturedState, capture_rank
 
 from . import folder
+from .pending import PendingSave
 from .plain import encode
 from .progress import progress
 from .random_state import random_state
@@ -30,8 +30,13 @@ def save_checkpoint(
     client_state: Mapping[str, Any],
     save_latest: bool = True,
     keep_last: int | None = None,
-) -> str:
+    background: bool = False,
+) -> str | PendingSave:
     """Save to ``save_dir/tag`` (default: global_step<n>) and return that path. Collective; durable when it returns.
+
+    ``background``: return a PendingSave as soon as training may go on. State in memory is written by then; what waits for the
+    disk (and the copy of NVMe-resident state to another file system, through a few buffers) follows in a thread, and the
+    checkpoint gets its name, and ``latest``, when all of it is durable on every rank.
 
     A crash at any moment leaves the checkpoints that were there, and ``latest`` names a complete one. A tag that is
     there is replaced. An open accumulation window is saved with its gradients. ``client_state`` may hold None, numbers,
@@ -59,8 +64,19 @@ def save_checkpoint(
         raise ValueError(f"ranks pass different tags: {name!r} here, {common!r} on rank 0. All must pass the same")
     partial = text_of_rank0(ranks, folder.begin(root, name) if ranks.rank == 0 else "")
     error: BaseException | None = None
+    save: PendingSave | None = None
     try:
-        _save_part(engine, partial)
+        captured = _capture_part(engine, partial)
+        save = PendingSave(
+            root=root,
+            tag=name,
+            partial=partial,
+            rank=ranks.rank,
+            world_size=ranks.world_size,
+            captured=captured,
+            latest=save_latest,
+            keep_last=keep_last,
+        )
         if ranks.rank == 0:
             main = {
                 "format": folder.FORMAT,
@@ -73,19 +89,25 @@ def save_checkpoint(
                 "buffers": _buffers(engine.module),
             }
             folder.write_json(os.path.join(partial, folder.MAIN_FILE), main)
+        if not background:
+            save.complete_part()
     except BaseException as caught:  # noqa: BLE001 - raised again, after the other ranks know
         error = caught
     failed = any_rank(ranks, error is not None)
     path = os.path.join(root, name)
-    if not failed and ranks.rank == 0:
+    if background and save is not None and not failed:
+        save.start()
+        return save
+    if not failed and ranks.rank == 0 and save is not None:
         try:
-            folder.finish(partial, root, name, latest=save_latest)
-            if keep_last is not None:
-                folder.keep_last(root, keep_last, current=name)
+            save.finish()
         except BaseException as caught:  # noqa: BLE001 - raised again, after the other ranks know
             error = caught
     failed = any_rank(ranks, error is not None) or failed
     if failed:
+        if save is not None:
+            save.captured.drain()
+        any_rank(ranks, failed)  # nobody writes there any more
         if ranks.rank == 0:
             folder.abandon(partial)
         if error is not None:
@@ -94,19 +116,23 @@ def save_checkpoint(
     return path
 
 
-def _save_part(engine: "TrainingEngine", partial: str) -> None:
+def _capture_part(engine: "TrainingEngine", partial: str) -> CapturedState:
     part = os.path.join(partial, f"rank{engine.runtime.ranks.rank}")
     os.mkdir(part, 0o700)
-    record = save_rank(engine.runtime, part)
-    optimizer = engine.optimizer
-    values = optimizer.state_values() if isinstance(optimizer, ClientOptimizer) else {}
-    content = {
-        **record.as_dict(),
-        "random": encode(random_state()),
-        "client_values": encode(values, "optimizer state"),
-    }
-    folder.write_json(os.path.join(part, folder.RANK_FILE), content)
-    sync_directory(part)
+    captured = capture_rank(engine.runtime, part)
+    try:
+        optimizer = engine.optimizer
+        values = optimizer.state_values() if isinstance(optimizer, ClientOptimizer) else {}
+        content = {
+            **captured.record.as_dict(),
+            "random": encode(random_state()),
+            "client_values": encode(values, "optimizer state"),
+        }
+        folder.write_json(os.path.join(part, folder.RANK_FILE), content)
+    except BaseException:
+        captured.drain()
+        raise
+    return captured
 
 
 def _buffers(module: nn.Module) -> dict[str, Any]:

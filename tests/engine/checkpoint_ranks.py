@@ -11,6 +11,7 @@ from small_model import batch, build, on_nvme, settings
 from torch import distributed as dist
 
 from lamina.engine import initialize
+from lamina.engine.checkpoint import pending
 from lamina.zero import get_full
 
 ODD = {"width": 13, "hidden": 29, "blocks": 2, "vocab": 101}
@@ -104,11 +105,50 @@ def rules(folder: Path) -> dict[str, str]:
     return found
 
 
+def in_the_background(folder: Path) -> dict[str, bool]:
+    """Saved while two more steps are taken; then one that fails on rank 1."""
+    found = {}
+    for name, changes in placements(folder / "n").items():
+        with fresh(changes) as engine:
+            train(engine, 0, 3)
+            wanted = state(engine)
+            path = engine.save_checkpoint(folder / "background", tag=name.replace(" ", ""), background=True)
+            train(engine, 3, 6)
+            same_path = engine.wait_for_checkpoint() == path
+            engine.load_checkpoint(folder / "background")
+            found[name] = same_path and same(state(engine), wanted)
+    return found
+
+
+def fails_on_one_rank(folder: Path) -> dict[str, str]:
+    def full(_paths: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with fresh({}) as engine:
+        train(engine, 0, 2)
+        engine.save_checkpoint(folder / "background", tag="good")
+        original = pending.sync_all
+        if dist.get_rank() == 1:
+            pending.sync_all = full
+        engine.save_checkpoint(folder / "background", tag="bad", background=True)
+        try:
+            engine.wait_for_checkpoint()
+            told = "nothing"
+        except (RuntimeError, OSError) as error:
+            told = str(error)
+        pending.sync_all = original
+        dist.barrier()
+        latest = (folder / "background" / "latest").read_text()
+    return {"told": told, "latest": latest, "bad": str((folder / "background" / "bad").exists())}
+
+
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     results = {"resumes": resumes(folder), "from one": from_one_rank(folder)}
     for_one_rank(folder)
+    results["background"] = in_the_background(folder)
+    results["fails"] = fails_on_one_rank(folder)
     results["rules"] = rules(folder)
     if dist.get_rank() == 0:
         print(json.dumps(results), flush=True)

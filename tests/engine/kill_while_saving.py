@@ -23,8 +23,13 @@ def main(folder: Path, first_tag: int) -> None:
         engine.backward(engine(*batch(engine.global_steps)))
         engine.step()
         tag = "same" if engine.global_steps % 3 == 0 else None
-        engine.save_checkpoint(folder / "c", tag=tag, keep_last=3)
-        print(engine.global_steps, flush=True)
+        saved = engine.global_steps
+        engine.save_checkpoint(folder / "c", tag=tag, keep_last=3, background=first_tag % 4 > 1)
+        if first_tag % 4 > 1:
+            engine.backward(engine(*batch(saved)))
+            engine.step()
+            engine.wait_for_checkpoint()
+        print(saved, flush=True)
 
 
 def serve() -> None:

@@ -43,5 +43,11 @@ def test_checkpoints_move_between_placements_and_numbers_of_ranks(tmp_path: Path
                 assert torch.equal(values, of_two[key]), f"2 -> 1 ranks, {name}: {key}"
     weights = load_file(tmp_path / "weights" / "model.safetensors")
     assert all(torch.equal(weights[name], of_two[f"{name} master"]) for name in weights)
+    assert len(results["background"]) == 4
+    assert all(results["background"].values()), results["background"]
+    assert results["fails"]["told"] == (
+        f"{tmp_path}/background/bad could not be saved: rank 1: OSError: [Errno 28] No space left on device"
+    )
+    assert (results["fails"]["latest"], results["fails"]["bad"]) == ("good", "False")
     assert "ranks pass different tags" in results["rules"]["unlike tags"]
     assert "every rank must call it" in results["rules"]["alone"]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lamina.aio_native import AsyncIO, File, Priority, crc32c
-from lamina.tiers.errors import StoreError, fault
+from lamina.tiers.errors import StoreError
 from lamina.tiers.nvme.chunk_sums import ChunkSums
 from lamina.tiers.nvme.folder import sync_directory
 from lamina.tiers.nvme.handle import Part, TransferHandle
@@ -226,10 +226,14 @@ def copy_files(pinned: PinnedGeneration, jobs: Sequence[CopyJob], io: AsyncIO) -
 
 def finish_pin(directory: str, linked: Sequence[Slot]) -> None:
     """Make the linked files durable, then let the manifest count. Raises StorageFault, OSError."""
-    for slot in linked:
-        if (failure := slot.make_durable()) is not None:
-            raise fault(failure[1], "making a generation durable") from failure[1]
-    sync_temporary(directory)
+    flushes = [slot.flush() for slot in linked]
+    try:
+        sync_temporary(directory)
+    finally:
+        for flush in flushes:
+            flush.drain()
+    for flush in flushes:
+        flush.wait()
     publish_temporary(directory)
     sync_directory(os.path.dirname(directory))
 
