@@ -7,7 +7,7 @@ from lamina.engine.planner.errors import PlanError
 from lamina.engine.planner.model_shape import ModelShape, ParamInventory
 
 _LLAMA_LIKE = frozenset({"llama", "mistral", "qwen2", "qwen3", "mixtral", "phi3", "gemma", "smollm3", "olmo2"})
-_KNOWN = _LLAMA_LIKE | {"gpt2", "gpt_neox", "opt", "bloom", "bert", "roberta", "t5"}
+_KNOWN = _LLAMA_LIKE | {"deepseek_v3", "gpt2", "gpt_neox", "opt", "bloom", "bert", "roberta", "t5"}
 
 
 class _Fields:
@@ -61,6 +61,7 @@ def shape_from_config(config: Mapping[str, Any], *, name: str, source: str = "co
     kind = str(config.get("model_type") or "")
     fields = _Fields(config, source, kind or "not given")
     readers = {"gpt2": _gpt2, "gpt_neox": _neox, "opt": _opt, "bloom": _bloom, "t5": _t5}
+    readers["deepseek_v3"] = _deepseek
     readers |= {"bert": _bert, "roberta": _bert}
     if kind in readers:
         return readers[kind](fields, name)
@@ -173,6 +174,48 @@ def _t5(fields: _Fields, name: str) -> ModelShape:
             largest_param=max(vocab * hidden, hidden * ffn, hidden * inner),
         ),
         notes=("encoder and decoder blocks are planned one after the other at the same sequence length",),
+    )
+
+
+def _deepseek(fields: _Fields, name: str) -> ModelShape:
+    """Latent attention (queries, keys and values by way of narrow matrices); dense blocks, then blocks with experts."""
+    layers, hidden, heads = (fields.need(key) for key in ("num_hidden_layers", "hidden_size", "num_attention_heads"))
+    plain, rotary, value = fields.need("qk_nope_head_dim"), fields.need("qk_rope_head_dim"), fields.need("v_head_dim")
+    narrow_q, narrow_kv = fields.get("q_lora_rank", 0), fields.need("kv_lora_rank")
+    query = heads * (plain + rotary)
+    attention = narrow_q * (hidden + 1 + query) if narrow_q else hidden * query
+    attention += hidden * (narrow_kv + rotary) + narrow_kv * (1 + heads * (plain + value)) + heads * value * hidden
+    experts, active, shared = (
+        fields.need("n_routed_experts"),
+        fields.need("num_experts_per_tok"),
+        fields.get("n_shared_experts", 0),
+    )
+    dense = min(fields.get("first_k_dense_replace", 0), layers)
+    expert = 3 * hidden * fields.need("moe_intermediate_size")
+    block = attention + 2 * hidden
+    wide = block + (experts + shared) * expert + experts * hidden
+    vocab, tied = fields.need("vocab_size"), fields.flag("tie_word_embeddings", False)
+    return ModelShape(
+        name=name,
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        head_dim=plain + rotary,
+        ffn=fields.need("moe_intermediate_size"),
+        vocab=vocab,
+        gated=True,
+        bias=False,
+        norm_bias=False,
+        tied=tied,
+        experts=experts + shared,
+        experts_active=active + shared,
+        dense_layers=dense,
+        inventory=ParamInventory(
+            embedding=vocab * hidden,
+            blocks=(block + 3 * hidden * fields.need("intermediate_size"),) * dense + (wide,) * (layers - dense),
+            head=hidden + (0 if tied else vocab * hidden),
+            largest_param=max(vocab * hidden, heads * value * hidden, narrow_q * query, expert // 3),
+        ),
     )
 
 

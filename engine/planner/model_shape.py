@@ -62,6 +62,8 @@ class ModelShape:
     """Experts per block; 0 for a dense model."""
     experts_active: int = 0
     """Experts that one token passes through."""
+    dense_layers: int = 0
+    """Blocks without experts, in a model that has some."""
     root_extra: int = 0
     """Further parameters outside of the blocks (a pooler, token types, position offsets)."""
     head_extra: int = 0
@@ -203,7 +205,7 @@ class ModelShape:
         if not self.experts:
             return self.total_params
         expert = sum(self._linear(n, s) for n, s in self.matrices().items() if n in ("up", "down", "gate"))
-        return self.total_params - self.layers * (self.experts - self.experts_active) * expert
+        return self.total_params - (self.layers - self.dense_layers) * (self.experts - self.experts_active) * expert
 
     def with_layers(self, layers: int) -> "ModelShape":
         """The same model with another depth."""

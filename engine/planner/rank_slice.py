@@ -1,5 +1,6 @@
 """The part of a model that one rank deals with: groups after tensor and pipeline splits, and its shards."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -7,6 +8,9 @@ from lamina.engine.planner.errors import PlanError
 from lamina.engine.planner.model_shape import ModelShape
 from lamina.engine.planner.placement import Placement, data_parallel_ranks
 from lamina.engine.planner.state_bytes import shard_numel
+
+HUGE_NUMEL = 1 << 28
+"""Elements of a block above which the engine fetches its parts one by one (lamina.zero.grouping)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,13 +78,22 @@ def rank_slice(model: ModelShape, place: Placement, world: int) -> RankSlice:
         # First and last stage are different ranks; a tied table lives on both.
         head = params.head + (model.vocab * model.hidden if model.tied else 0)
         root = max(params.embedding, head)
-    groups = tuple(-(-numel // place.tensor) for numel in (root, *blocks))
+    largest = -(-params.largest_param // place.tensor)
+    pieces = [list(_pieces(-(-numel // place.tensor), largest)) for numel in blocks]
+    groups = (-(-root // place.tensor), *(numel for cut in pieces for numel in cut))
     if model.lora is not None:
         adapters = -(-model.lora_params // place.tensor)
-        trainable: tuple[int, ...] = (0, *(adapters for _ in blocks))
+        trainable: tuple[int, ...] = (0, *(-(-adapters // len(cut)) for cut in pieces for _ in cut))
     elif model.trainable_params == model.total_params:
         trainable = groups
     else:
         share = model.trainable_params / model.total_params
         trainable = tuple(round(numel * share) for numel in groups)
     return RankSlice(groups=groups, trainable=trainable, ranks=ranks, layers=layers)
+
+
+def _pieces(numel: int, largest: int) -> Iterator[int]:
+    """A block as the engine fetches it: one above ``HUGE_NUMEL`` is cut along its children, but no tensor is."""
+    count = max(numel // max(HUGE_NUMEL, largest), 1)
+    for index in range(count):
+        yield numel * (index + 1) // count - numel * index // count

@@ -59,6 +59,11 @@ def test_mixture_counts_the_experts_that_a_token_passes() -> None:
     assert model.active_params == 46_702_792_704 - 32 * 6 * 3 * 4096 * 14336
 
 
+def test_dense_blocks_of_a_mixture_are_passed_by_every_token() -> None:
+    model = shape_from_config({"model_type": "deepseek_v3", **CONFIGS["deepseek_v3"]}, name="m")
+    assert model.active_params == model.total_params - 1 * (4 - 2) * 3 * 32 * 16  # one block of two has experts
+
+
 SMALL = {"vocab_size": 96, "num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4}
 GROUPED = {**SMALL, "intermediate_size": 48, "num_key_value_heads": 2}
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -68,6 +73,22 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen2": GROUPED,
     "qwen3": {**GROUPED, "head_dim": 16},
     "mixtral": {**GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "deepseek_v3": {
+        **SMALL,
+        "intermediate_size": 48,
+        "moe_intermediate_size": 16,
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_shared_experts": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "q_lora_rank": 8,
+        "kv_lora_rank": 12,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 16,
+    },
     "gemma": {**GROUPED, "head_dim": 16},
     "gpt_neox": {**SMALL, "intermediate_size": 48},
     "opt": {**SMALL, "ffn_dim": 48, "max_position_embeddings": 16, "word_embed_proj_dim": 32},
@@ -102,7 +123,8 @@ def test_config_is_counted_like_the_model_that_it_builds(kind: str, transformers
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_config_without_a_needed_field_names_it(kind: str) -> None:
     optional = {"num_key_value_heads", "head_dim", "num_local_experts", "num_experts_per_tok"}
-    optional |= {"type_vocab_size", "word_embed_proj_dim"}
+    optional |= {"type_vocab_size", "word_embed_proj_dim", "q_lora_rank", "n_shared_experts", "first_k_dense_replace"}
+    optional |= {"n_group", "topk_group"}
     for field in set(CONFIGS[kind]) - optional:
         config = {"model_type": kind, **CONFIGS[kind]}
         del config[field]
