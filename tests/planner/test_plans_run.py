@@ -26,8 +26,9 @@ from lamina.engine.planner import (
 from lamina.engine.planner.emit_config import budget_bytes
 from lamina.engine.planner.options import option
 from lamina.engine.planner.placement import DEVICE, HOST, NVME
-from lamina.engine.planner.state_bytes import CHUNK_ELEMENTS
+from lamina.engine.planner.state_bytes import CHUNK_ELEMENTS, as_dtype
 from lamina.tiers import PlacementError
+from lamina.tiers.errors import SpaceError
 
 RATES = {"half_flops": 1e11, "fp32_flops": 1e11, "host_bandwidth": 1e10}
 RATES |= {"nvme_read_bandwidth": 1e9, "nvme_write_bandwidth": 1e9}
@@ -158,3 +159,45 @@ def test_twenty_plans_that_fit_run_within_their_budgets(seed: int, tmp_path: Pat
 @pytest.mark.parametrize("seed", MANY)
 def test_twenty_plans_that_do_not_fit_are_refused_with_the_same_figures(seed: int, tmp_path: Path) -> None:
     check_refused(seed, tmp_path)
+
+
+def disk_bytes(folder: Path) -> int:
+    """What `du` shows."""
+    return sum(file.stat().st_blocks * 512 for file in folder.rglob("*") if file.is_file())
+
+
+ON_DISK = [
+    Placement(stage=3, param=NVME, optimizer=NVME),
+    Placement(stage=3, optimizer=NVME),
+    Placement(stage=1, optimizer=NVME),
+]
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("place", ON_DISK, ids=lambda place: place.label)
+def test_disk_takes_what_was_planned_and_too_little_is_refused(place: Placement, dtype: str, tmp_path: Path) -> None:
+    shape = GPTShape(layers=4, dim=256, heads=4, seq=64)
+    load = Workload(micro_batch=1, sequence=64, dtype=as_dtype(dtype), checkpoint_interval=0)
+    made = Sample(shape=shape, load=load, place=place, lookahead=2)
+    item = planned(made, tmp_path)
+    config = emit_config(item, nvme_path=str(tmp_path))
+    tokens = torch.zeros(1, 64, dtype=torch.long)
+    engine, _, _, _ = initialize(model=GPT(shape), config=config)
+    with engine:
+        for _ in range(3):
+            engine.backward(engine(tokens, tokens))
+            engine.step()
+            # Checksums and manifests are beside the planes.
+            assert disk_bytes(tmp_path) == pytest.approx(item.held.peak(NVME), rel=0.05)
+        before = disk_bytes(tmp_path)
+        engine.save_checkpoint(tmp_path / "saved")
+        engine.backward(engine(tokens, tokens))
+        engine.step()
+        assert disk_bytes(tmp_path) - before == pytest.approx(item.held.checkpoint_bytes, rel=0.05)
+    (path,) = config["tiers"]["nvme"]
+    path["bytes"] = item.held.peak(NVME) * 9 // 10
+    with pytest.raises(SpaceError, match=f"room for {path['bytes']:,}") as refusal:
+        initialize(model=GPT(shape), config=config)
+    told = re.search(r"needs ([\d,]+) bytes", str(refusal.value))
+    assert told is not None
+    assert int(told[1].replace(",", "")) == pytest.approx(item.held.peak(NVME), rel=0.01)
