@@ -19,6 +19,8 @@ from typing import Any, Protocol
 import torch
 from torch import distributed as dist
 
+from .fixed_order import FixedOrder
+
 DEFAULT_TIMEOUT = timedelta(minutes=10)
 
 
@@ -45,7 +47,7 @@ class Ranks:
     world_size: int = 1
     gather_group: Any = None
     reduce_group: Any = None
-    reduce_scatter_works: bool = True
+    fixed_order: FixedOrder | None = None  # on the CPU: see [Note: order of sums]; else the backend's own order
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))  # where the backend wants tensors
     seconds: float = 0.0
     bytes_sent: int = 0
@@ -65,7 +67,13 @@ class Ranks:
             gather_group=dist.new_group(timeout=timeout),
             reduce_group=dist.new_group(timeout=timeout),
         )
-        ranks.reduce_scatter_works = ranks._probe_reduce_scatter()
+        if ranks.device.type == "cpu":
+            ranks.fixed_order = FixedOrder(
+                rank=ranks.rank,
+                world_size=ranks.world_size,
+                exchange_group=ranks.reduce_group,
+                gather_group=dist.new_group(timeout=timeout),
+            )
         return ranks
 
     def take_seconds(self) -> float:
@@ -75,10 +83,11 @@ class Ranks:
 
     def close(self) -> None:
         """Give the process groups back."""
-        for group in (self.gather_group, self.reduce_group):
+        of_sums = self.fixed_order.gather_group if self.fixed_order is not None else None
+        for group in (self.gather_group, self.reduce_group, of_sums):
             if group is not None:
                 dist.destroy_process_group(group)
-        self.gather_group = self.reduce_group = None
+        self.gather_group = self.reduce_group = self.fixed_order = None
 
     # -- parameters --------------------------------------------------------------------------------------------------
 
@@ -136,16 +145,18 @@ class Ranks:
             shard.copy_(flat)
             return _Done()
         self.bytes_sent += flat.numel() * flat.element_size()
-        if self.reduce_scatter_works:
-            work: Work = dist.reduce_scatter_tensor(shard, flat, group=self.reduce_group, async_op=True)
-            return work
-        return _SliceOfSum(dist.all_reduce(flat, group=self.reduce_group, async_op=True), flat, shard, self)
+        if self.fixed_order is not None:
+            return self.fixed_order.start_reduce_scatter(flat, shard)
+        work: Work = dist.reduce_scatter_tensor(shard, flat, group=self.reduce_group, async_op=True)
+        return work
 
     def start_all_reduce(self, flat: torch.Tensor) -> Work:
         """Begin to sum ``flat`` over the ranks, in place."""
         if self.world_size == 1:
             return _Done()
         self.bytes_sent += flat.numel() * flat.element_size()
+        if self.fixed_order is not None and self.world_size > 2:  # two values have one sum
+            return self.fixed_order.start_all_reduce(flat)
         work: Work = dist.all_reduce(flat, group=self.reduce_group, async_op=True)
         return work
 
@@ -206,25 +217,3 @@ class Ranks:
     def _account(self, began: float, sent: torch.Tensor) -> None:
         self.seconds += time.perf_counter() - began
         self.bytes_sent += sent.numel() * sent.element_size()
-
-    def _probe_reduce_scatter(self) -> bool:
-        """Some gloo builds have no reduce-scatter: then everybody takes its slice of an all-reduce."""
-        flat, shard = torch.ones(self.world_size, device=self.device), torch.zeros(1, device=self.device)
-        try:
-            dist.reduce_scatter_tensor(shard, flat, group=self.reduce_group)
-        except (RuntimeError, NotImplementedError):
-            return False
-        return shard.item() == self.world_size
-
-
-@dataclass(frozen=True)
-class _SliceOfSum:
-    work: Work
-    flat: torch.Tensor
-    shard: torch.Tensor
-    ranks: Ranks
-
-    def wait(self) -> None:
-        self.work.wait()
-        begin = self.ranks.rank * self.shard.numel()
-        self.shard.copy_(self.flat[begin : begin + self.shard.numel()])
