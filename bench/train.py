@@ -8,6 +8,7 @@ import errno
 import gc
 import math
 import os
+import shutil
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,6 +35,7 @@ from lamina.bench.train_report import (
 from lamina.bench.train_result import result
 from lamina.engine import TrainingEngine, initialize
 from lamina.tiers.memory import read_memory_limits
+from lamina.zero import Init
 
 HELD_OUT_BATCHES = 8
 PROMPT_BYTES = 64
@@ -50,7 +52,7 @@ def main(arguments: Sequence[str]) -> int:
         check_writable(Path(options.trace), option="--trace")
     corpus = Corpus.load(options.text)
     corpus.require(run.shape.seq)
-    require_memory(run)
+    require_room(run, in_memory=options.compare)
     with Interrupt() as interrupt, contextlib.ExitStack() as stack:
         machine = report.machine()
         describe_run(report, run, corpus.source, len(corpus.text))
@@ -83,16 +85,22 @@ def refuse_comparison(run: TrainingRun) -> None:
         raise ValueError(f"--compare knows the optimizer AdamW, and the config says {kind!r}")
 
 
-def require_memory(run: TrainingRun) -> None:
-    """MemoryError unless the model can be built, which is done in fp32 and in memory before its state moves away."""
+def require_room(run: TrainingRun, *, in_memory: bool) -> None:
+    """MemoryError or OSError unless the model can be built, in fp32: on the first NVMe path, or ``in_memory``."""
     needed = FP32_BYTES * run.shape.num_params
-    free, limit = read_memory_limits().allowance()
+    folder = None if in_memory else Init(config=run.engine_config()).folder
+    if folder is None:
+        free, limit = read_memory_limits().allowance()
+    else:
+        existing = next(path for path in (Path(folder), *Path(folder).parents) if path.exists())
+        free, limit = shutil.disk_usage(existing).free, "free there"
     if needed > free:
-        raise MemoryError(
+        message = (
             f"the model of {run.shape.num_params:,} parameters (--layers {run.shape.layers}, --dim {run.shape.dim}) "
-            f"needs {needed:,} bytes of memory while it is built, and there are {free:,} ({limit}): "
-            "choose fewer --layers or a smaller --dim"
+            f"needs {needed:,} bytes of {'memory' if folder is None else folder} while it is built, and there are {free:,} "
+            f"({limit}): choose fewer --layers or a smaller --dim"
         )
+        raise MemoryError(message) if folder is None else OSError(errno.ENOSPC, message)
 
 
 def check_writable(path: Path, *, option: str) -> None:
@@ -179,7 +187,9 @@ class Demonstration:
     @contextlib.contextmanager
     def engine(self, config: Mapping[str, Any], *, trace: bool) -> Iterator[TrainingEngine]:
         """An engine around a new model, closed at the end however that comes."""
-        engine, *_ = initialize(model=self.model(), config=dict(config), trace=trace)
+        with Init(config=dict(config)):  # the whole model is never in memory where its state is not
+            model = self.model()
+        engine, *_ = initialize(model=model, config=dict(config), trace=trace)
         with engine:
             yield engine
 

@@ -39,7 +39,8 @@ class Init(TorchFunctionMode):
 
     ``config``: the engine's config (a mapping, or the path of a JSON file); its first NVMe path takes the values. Without one
     they stay in memory: all of them on one rank, 1/N on N ranks. ``nvme_path`` names a folder instead. ``open_bytes``: how
-    much of what was brought back may stay in memory at a time. Parameters of integers stay where they are.
+    much of what was brought back may stay in memory at a time. Parameters of integers stay where they are. ``folder`` is where
+    the values go, None when they stay in memory.
 
     With several ranks, all of them must build the same model; rank 0's values count.
     """
@@ -48,7 +49,7 @@ class Init(TorchFunctionMode):
         self, config: Any = None, *, nvme_path: str | os.PathLike[str] | None = None, open_bytes: int = OPEN_BYTES
     ) -> None:
         super().__init__()
-        self._folder = os.fspath(nvme_path) if nvme_path is not None else _first_nvme_path(config)
+        self.folder = os.fspath(nvme_path) if nvme_path is not None else _first_nvme_path(config)
         self._open_bytes = open_bytes
         self._open: OrderedDict[int, weakref.ref[nn.Parameter]] = OrderedDict()
         self._fresh: list[tuple[int, weakref.ref[nn.Parameter]]] = []  # module and parameter, not yet put away
@@ -62,7 +63,7 @@ class Init(TorchFunctionMode):
         if self._handles:
             raise RuntimeError("this Init is already in use: make another one")
         self._ranks = Ranks.of_process()
-        self._attic = Attic(self._folder)
+        self._attic = Attic(self.folder)
         self._handles = [
             register_module_parameter_registration_hook(self._parameter_registered),
             register_module_module_registration_hook(self._child_finished),
