@@ -18,7 +18,8 @@ from lamina.tiers import Plane
 from .access import plane_in_memory, planes_in_memory
 from .collectives import Ranks
 from .grad_norm import clip_factor, global_norm
-from .gradients import GradientPlane, Gradients
+from .gradient_plane import GradientPlane
+from .gradients import Gradients
 from .kernels import Kernels
 from .optimizer import StepOutcome
 from .segment import Segment

@@ -5,7 +5,8 @@ from collections.abc import Mapping, Sequence
 
 from .collectives import Ranks
 from .dtypes import KERNEL_DTYPE
-from .gradients import GradientPlane, Gradients
+from .gradient_plane import GradientPlane
+from .gradients import Gradients
 from .kernels import Kernels
 from .segment import Segment
 

@@ -18,7 +18,8 @@ from lamina.tiers import GenerationStore, Transaction
 
 from .collectives import Ranks
 from .grad_norm import clip_factor, global_norm, partial_norms
-from .gradients import GradientPlane, Gradients
+from .gradient_plane import GradientPlane
+from .gradients import Gradients
 from .kernels import AdamHyper, Kernels
 from .plain_optimizer import PlainOptimizer
 from .segment import Segment

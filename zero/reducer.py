@@ -156,6 +156,5 @@ class Reducer:
             raise RuntimeError(f"the reduction of {bucket.segment.name} was not started")
         self._ranks.wait(bucket.work)
         bucket.shard.div_(self._ranks.world_size)
-        plane = self._gradients.make_present(bucket.segment)
-        plane.add_shard(bucket.shard, set(range(len(bucket.segment.parameters))))
+        self._gradients.add_shard(bucket.segment, bucket.shard)
         self._spare.append(bucket.block)

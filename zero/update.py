@@ -17,7 +17,7 @@ from lamina.aio_native import Priority
 from lamina.tiers import Block, GenerationStore, Plane, Residency, Spans, Transaction, TransferHandle
 
 from .dtypes import KERNEL_DTYPE
-from .gradients import GradientPlane
+from .gradient_plane import GradientPlane
 from .kernels import AdamHyper, AdamPlanes, Kernels
 from .partition import round_up
 from .segment import Segment

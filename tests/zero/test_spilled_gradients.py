@@ -11,9 +11,12 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
 from small_model import batch, build, differences, on_nvme, settings, train_with_engine, train_with_torch
 
 from lamina.engine import initialize
-from lamina.tiers import Budgets, PlacementError, Residency, SegmentSize, Tier, Wishes, place
+from lamina.tiers import Budgets, PlacementError, Residency, SegmentSize, Tier, TransferHandle, Wishes, place
+from lamina.tiers.nvme.handle import FailedStart, Part
 from lamina.tiers.nvme.scratch import Scratch
 from lamina.zero import get_full, set_full
+from lamina.zero.gradient_plane import GradientPlane
+from lamina.zero.gradients import Gradients
 
 MODEL = {"blocks": 8, "tied": False}
 HOST_BYTES = 1_750_000  # update buffers and three of ten gradient planes
@@ -64,7 +67,7 @@ def test_spilled_gradients_can_be_read_and_changed_and_the_budget_holds(tmp_path
         assert engine.runtime.host.report().peak <= HOST_BYTES
 
 
-@pytest.mark.parametrize("call", ["write", "read"])
+@pytest.mark.parametrize("call", ["start_write", "start_read"])
 def test_a_scratch_file_that_fails_loses_no_gradient(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
@@ -75,11 +78,11 @@ def test_a_scratch_file_that_fails_loses_no_gradient(
     real = getattr(Scratch, call)
     failed: list[int] = []
 
-    def once(self: Scratch, offset: int, view: memoryview) -> None:
+    def once(self: Scratch, offset: int, view: memoryview) -> TransferHandle:
         if offset not in failed:
             failed.append(offset)
-            raise OSError(5, "Input/output error")
-        real(self, offset, view)
+            return TransferHandle([Part(0, FailedStart(OSError(5, "Input/output error")))], view)
+        return real(self, offset, view)
 
     with engine, free:
         for run in (engine, free):
@@ -104,6 +107,80 @@ def test_a_scratch_file_that_fails_loses_no_gradient(
             run.step()
         for name, parameter in model.named_parameters():
             assert torch.equal(get_full(parameter, "master"), get_full(twins[name], "master"))
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_two_paths_share_the_scratch_space(accumulation: int, tmp_path: Path) -> None:
+    config = tight(tmp_path, gradient_accumulation_steps=accumulation)
+    config["tiers"]["nvme"] = [str(tmp_path / "a"), str(tmp_path / "b")]
+    tiered = train_with_engine(config, **MODEL)
+    assert list(differences(tiered, train_with_torch(accumulation=accumulation, **MODEL))) == []
+
+
+class Watched:
+    """A transfer that notes when it is waited for; it is never done before that."""
+
+    def __init__(self, inner: TransferHandle, name: str, events: list[str]) -> None:
+        self._inner, self._name, self._events = inner, name, events
+        events.append(f"start {name}")
+
+    def done(self) -> bool:
+        return False
+
+    def wait(self) -> int:
+        self._events.append(f"wait {self._name}")
+        return self._inner.wait()
+
+    def drain(self) -> None:
+        self._inner.drain()
+
+
+def noted(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, events: list[str]) -> None:
+    inner = getattr(owner, name)
+
+    def note(*args: Any) -> Any:
+        events.append(name)
+        return inner(*args)
+
+    monkeypatch.setattr(owner, name, note)
+
+
+def test_writes_and_reads_run_ahead_of_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+    start_write, start_read = Scratch.start_write, Scratch.start_read
+    monkeypatch.setattr(
+        Scratch, "start_write", lambda s, at, view: Watched(start_write(s, at, view), f"write {at}", events)
+    )
+    monkeypatch.setattr(
+        Scratch, "start_read", lambda s, at, view: Watched(start_read(s, at, view), f"read {at}", events)
+    )
+    for owner, name in ((Gradients, "add"), (GradientPlane, "pieces")):  # in the backward pass, for the norm
+        noted(monkeypatch, owner, name, events)
+    tiered = train_with_engine(tight(tmp_path, gradient_accumulation_steps=2), steps=2, **MODEL)
+    assert list(differences(tiered, train_with_torch(steps=2, accumulation=2, **MODEL))) == []
+    for kind in ("write", "read"):
+        begun = [index for index, event in enumerate(events) if event.startswith(f"start {kind}")]
+        at_once = [
+            index for index in begun if events[index + 1 : index + 2] == [events[index].replace("start", "wait")]
+        ]
+        assert len(begun) > 8
+        assert len(at_once) < len(begun) / 2, events
+
+
+def test_a_disk_that_fails_stops_the_step_with_its_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(scratch: Scratch, offset: int, view: memoryview) -> TransferHandle:
+        return TransferHandle([Part(0, FailedStart(OSError(5, "Input/output error", "scratch.bin")))], view)
+
+    with initialize(build(**MODEL), config=tight(tmp_path))[0] as engine:
+        monkeypatch.setattr(Scratch, "start_read", failing)
+        with pytest.raises(OSError, match="Input/output error"):  # noqa: PT012
+            engine.backward(engine(*batch(0)))
+            engine.step()
+        monkeypatch.undo()
+        engine.zero_grad()
+        for index in range(2):
+            engine.backward(engine(*batch(index)))
+            engine.step()
 
 
 def sizes(count: int) -> list[SegmentSize]:

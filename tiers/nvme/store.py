@@ -362,11 +362,12 @@ class GenerationStore:
             )
 
     def scratch(self, nbytes: int) -> Scratch:
-        """A file of so many bytes in the first path's folder, for what need not outlive the process. Close it before the
-        store. Raises OSError when the disk has no room."""
+        """So many bytes over all paths, in proportion to their weights, for what need not outlive the process. Close it before
+        the store. Raises OSError when a disk has no room."""
         with self._lock:
             self._require_open()
-            return Scratch(self._pool.folders[0], self._pool.io, nbytes)
+            weights = [0.0 if i in self._pool.failed else path.weight for i, path in enumerate(self._pool.paths)]
+            return Scratch(self._pool.folders, weights, self._pool.io, nbytes)
 
     def close(self, *, remove: bool = False) -> None:
         """Abort what is open, close the files and unlock. remove: delete this rank's files, and the folders
