@@ -5,7 +5,8 @@ beside them in a fixed order, and a rank that is late with one never blocks the 
 
 [Note: ranks that diverge] A rank that takes another branch gathers another group, and the collectives of the two would pair
 up: garbage where the sizes agree, else a wait without end. So the ranks compare a few bytes before each gather, and what
-fails in a collective, by its timeout at the latest, is told together with what this rank wanted.
+fails in a collective, by its timeout at the latest, is told together with what this rank wanted. The bytes go over a group
+on the CPU: with an accelerator it is one of gloo's beside NCCL's, so that the CPUs meet, but none waits for its stream.
 """
 
 import time
@@ -51,7 +52,7 @@ class Ranks:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))  # where the backend wants tensors
     seconds: float = 0.0
     bytes_sent: int = 0
-    check_gathers: bool = True  # compare what is gathered before each gather; see [Note: ranks that diverge]
+    check_group: Any = None  # on the CPU, for what is compared before each gather; see [Note: ranks that diverge]
 
     @classmethod
     def of_process(cls, device: torch.device | None = None, timeout: timedelta = DEFAULT_TIMEOUT) -> "Ranks":
@@ -62,8 +63,7 @@ class Ranks:
             rank=dist.get_rank(),
             device=device or torch.device("cpu"),
             world_size=dist.get_world_size(),
-            # With an accelerator every comparison would make the CPU wait for the stream.
-            check_gathers=device is None or device.type == "cpu",
+            check_group=dist.new_group(timeout=timeout, backend="gloo"),
             gather_group=dist.new_group(timeout=timeout),
             reduce_group=dist.new_group(timeout=timeout),
         )
@@ -84,10 +84,10 @@ class Ranks:
     def close(self) -> None:
         """Give the process groups back."""
         of_sums = self.fixed_order.gather_group if self.fixed_order is not None else None
-        for group in (self.gather_group, self.reduce_group, of_sums):
+        for group in (self.check_group, self.gather_group, self.reduce_group, of_sums):
             if group is not None:
                 dist.destroy_process_group(group)
-        self.gather_group = self.reduce_group = self.fixed_order = None
+        self.check_group = self.gather_group = self.reduce_group = self.fixed_order = None
 
     # -- parameters --------------------------------------------------------------------------------------------------
 
@@ -102,15 +102,14 @@ class Ranks:
         part = flat.numel() // self.world_size
         mine = flat[self.rank * part : (self.rank + 1) * part]
         with self._explained(f"gathering {what}"):
-            if self.check_gathers:
-                self._require_same_gather(what, flat.numel())
+            self._require_same_gather(what, flat.numel())
             dist.all_gather_into_tensor(flat, mine, group=self.gather_group)
         self._account(began, mine)
 
     def _require_same_gather(self, what: str, numel: int) -> None:
-        mine = torch.tensor([zlib.crc32(what.encode()), numel], dtype=torch.int64, device=self.device)
-        everyone = torch.empty(2 * self.world_size, dtype=torch.int64, device=self.device)
-        dist.all_gather_into_tensor(everyone, mine, group=self.gather_group)
+        mine = torch.tensor([zlib.crc32(what.encode()), numel], dtype=torch.int64)
+        everyone = torch.empty(2 * self.world_size, dtype=torch.int64)
+        dist.all_gather_into_tensor(everyone, mine, group=self.check_group)
         if not torch.equal(everyone.view(-1, 2), mine.expand(self.world_size, 2)):
             self.require_same("what is gathered", what)
 
@@ -200,7 +199,7 @@ class Ranks:
         if self.world_size == 1:
             return
         values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, value, group=self.gather_group)
+        dist.all_gather_object(values, value, group=self.check_group)
         if len(set(values)) > 1:
             listed = ", ".join(f"rank {rank}: {found}" for rank, found in enumerate(values))
             raise DivergenceError(f"{what} differs between ranks: {listed}. All ranks must make the same calls")
