@@ -1,27 +1,15 @@
 """Ranks that take different branches are told, by name and within a timeout; they never hang or gather garbage."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from launch import run_ranks
 
 SCRIPT = Path(__file__).with_name("diverging_rank_script.py")
 
 
 def errors(case: str, folder: Path) -> list[str]:
-    run = subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
-            *(str(SCRIPT), case, str(folder)),
-        ],
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
+    run = run_ranks(SCRIPT, 2, case, folder, timeout=100)
     assert sorted(path.name for path in folder.iterdir()) == ["0", "1"], run.stderr[-3000:]
     return [(folder / rank).read_text() for rank in ("0", "1")]
 

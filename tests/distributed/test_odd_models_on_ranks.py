@@ -1,12 +1,10 @@
 """Odd models on several ranks: stages, tiers, whole small parameters and Init give the same bits; torch's numbers nearly."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from launch import run_ranks
 
 SCRIPT = Path(__file__).with_name("odd_rank_script.py")
 MORE = "Repeated,SkipsMiddle,SkipsLast,Reversing,Branching,Adapted,ReadsOutside,Hooked,Nested"
@@ -23,17 +21,7 @@ MORE = "Repeated,SkipsMiddle,SkipsLast,Reversing,Branching,Adapted,ReadsOutside,
     ],
 )
 def test_odd_models_agree(world_size: int, models: str, tmp_path: Path) -> None:
-    run = subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world_size)),
-            *(str(SCRIPT), str(tmp_path), models),
-        ],
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=280,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
+    run = run_ranks(SCRIPT, world_size, tmp_path, models, timeout=280)
     assert run.returncode == 0, run.stderr[-3000:]
     results = json.loads(run.stdout.strip().splitlines()[-1])
     assert len(results) == 7 * len(models.split(","))

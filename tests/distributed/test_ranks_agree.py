@@ -1,12 +1,10 @@
 """Several ranks: every stage and tier gives the same bits at one world size, and plain PyTorch's numbers within rounding."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from launch import run_ranks
 
 SCRIPT = Path(__file__).with_name("rank_script.py")
 
@@ -17,23 +15,7 @@ SCRIPT = Path(__file__).with_name("rank_script.py")
     "world_size", [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)]
 )
 def test_stages_and_tiers_agree_on_several_ranks(world_size: int, tmp_path: Path) -> None:
-    run = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node",
-            str(world_size),
-            str(SCRIPT),
-            str(tmp_path),
-        ],
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=280,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
+    run = run_ranks(SCRIPT, world_size, tmp_path, timeout=280)
     assert run.returncode == 0, run.stderr[-3000:]
     results = json.loads(run.stdout.strip().splitlines()[-1])
     assert len(results) == 28
