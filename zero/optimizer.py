@@ -92,6 +92,7 @@ class TieredAdam(PlainOptimizer):
         self._early: dict[int, _Early] = {}
         self._norms: dict[int, list[float]] = {}
         self._updated: dict[int, frozenset[int]] = {}
+        self._group_of: dict[int, int] = {}  # index of each parameter's param group, found when it is asked for
         self.clip_norm = clip_norm
         self.retain_gradients = retain_gradients
         self.param_steps: dict[int, int] = {
@@ -230,12 +231,11 @@ class TieredAdam(PlainOptimizer):
     def _runs(self, plane: GradientPlane, arrived: AbstractSet[int]) -> list[Run]:
         """Consecutive parameters with the same hyper-parameters, as ranges of this rank's shard."""
         segment = plane.segment
-        hypers = self._hypers()
         runs: list[Run] = []
         last_slot = -2
         for slot, first, last in segment.layout.pieces(segment.rank):
-            hyper = hypers.get(id(segment.parameters[slot]))
-            if slot not in arrived or hyper is None:
+            hyper = self._hyper(segment.parameters[slot]) if slot in arrived else None
+            if hyper is None:
                 continue
             if runs and runs[-1].hyper == hyper and last_slot == slot - 1:
                 runs[-1] = Run(begin=runs[-1].begin, end=last, hyper=hyper)
@@ -244,24 +244,32 @@ class TieredAdam(PlainOptimizer):
             last_slot = slot
         return runs
 
-    def _hypers(self) -> dict[int, AdamHyper]:
-        """Each parameter's hyper-parameters for its next step."""
-        found = {}
-        for group in self.param_groups:
-            beta1, beta2 = group["betas"]
-            for parameter in group["params"]:
-                found[id(parameter)] = AdamHyper(
-                    lr=float(group["lr"]),
-                    beta1=float(beta1),
-                    beta2=float(beta2),
-                    eps=float(group["eps"]),
-                    weight_decay=float(group["weight_decay"]),
-                    step=self.param_steps.get(id(parameter), 0) + 1,
-                    adamw_mode=bool(group["adamw_mode"]),
-                    maximize=bool(group["maximize"]),
-                    bias_correction=bool(group["bias_correction"]),
-                )
-        return found
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        self._group_of = {}
+
+    def _hyper(self, parameter: torch.Tensor) -> AdamHyper | None:
+        """A parameter's hyper-parameters for its next step; None for one that is in no group."""
+        if not self._group_of:
+            self._group_of = {
+                id(member): index for index, group in enumerate(self.param_groups) for member in group["params"]
+            }
+        index = self._group_of.get(id(parameter))
+        if index is None:
+            return None
+        group = self.param_groups[index]
+        beta1, beta2 = group["betas"]
+        return AdamHyper(
+            lr=float(group["lr"]),
+            beta1=float(beta1),
+            beta2=float(beta2),
+            eps=float(group["eps"]),
+            weight_decay=float(group["weight_decay"]),
+            step=self.param_steps.get(id(parameter), 0) + 1,
+            adamw_mode=bool(group["adamw_mode"]),
+            maximize=bool(group["maximize"]),
+            bias_correction=bool(group["bias_correction"]),
+        )
 
     def _end_window(self, *, commit: bool, step: int) -> None:
         """Close the window, whatever happens in it; when the commit fails no step was counted."""

@@ -17,6 +17,7 @@ from lamina.tiers.nvme.scratch import Scratch
 from lamina.zero import get_full, set_full
 from lamina.zero.gradient_plane import GradientPlane
 from lamina.zero.gradients import Gradients
+from lamina.zero.update import Updater
 
 MODEL = {"blocks": 8, "tied": False}
 HOST_BYTES = 1_750_000  # update buffers and three of ten gradient planes
@@ -154,9 +155,11 @@ def test_writes_and_reads_run_ahead_of_need(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(
         Scratch, "start_read", lambda s, at, view: Watched(start_read(s, at, view), f"read {at}", events)
     )
-    for owner, name in ((Gradients, "add"), (GradientPlane, "pieces")):  # in the backward pass, for the norm
+    # In the backward pass, for the norm, and in the update.
+    for owner, name in ((Gradients, "add"), (GradientPlane, "pieces"), (Updater, "_adam")):
         noted(monkeypatch, owner, name, events)
-    tiered = train_with_engine(tight(tmp_path, gradient_accumulation_steps=2), steps=2, **MODEL)
+    config = tight(tmp_path, host_bytes=HOST_BYTES + 300_000, gradient_accumulation_steps=2)
+    tiered = train_with_engine(config, steps=2, **MODEL)
     assert list(differences(tiered, train_with_torch(steps=2, accumulation=2, **MODEL))) == []
     for kind in ("write", "read"):
         begun = [index for index, event in enumerate(events) if event.startswith(f"start {kind}")]
