@@ -20,6 +20,7 @@ from typing import Any
 
 from lamina.bench import gpt
 from lamina.bench.frontier_modes import ADAM, PASSES_LIMIT, START_LIMIT_S, WANTED, Mode, lamina_modes, peer_modes
+from lamina.bench.frontier_plot import Point, draw
 from lamina.bench.gpt import GPTShape
 from lamina.bench.report import Reporter, format_bytes, format_seconds
 
@@ -202,34 +203,19 @@ def show(report: Reporter, size: str, runs: Sequence[Runs]) -> None:
     report.line()
 
 
+def points_of(runs: Sequence[Runs]) -> list[Point]:
+    """What the picture shows: every run that has a result."""
+    return [
+        Point(
+            system=item.mode.system, name=item.mode.name, peak_bytes=item.mid("peak_bytes"), step_s=item.mid("step_s")
+        )
+        for item in runs
+        if item.results
+    ]
+
+
 def _reference(runs: Sequence[Runs]) -> Runs | None:
     return next((item for item in runs if item.mode.system == "torch"), None)
-
-
-def draw(path: str, sizes: dict[str, list[Runs]]) -> None:
-    """Step time over memory, one panel per size. Raises ImportError without matplotlib."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, panels = pyplot.subplots(1, len(sizes), figsize=(6 * len(sizes), 5), squeeze=False)
-    for panel, (size, runs) in zip(panels[0], sizes.items(), strict=True):
-        for system, marker in (("lamina", "o-"), ("deepspeed", "s"), ("torch", "^")):
-            points = sorted(
-                (item.mid("peak_bytes") / 2**30, item.mid("step_s"), item.mode.name)
-                for item in runs
-                if item.mode.system == system and item.results
-            )
-            if points:
-                panel.plot([point[0] for point in points], [point[1] for point in points], marker, label=system)
-            for memory, seconds, name in points:
-                panel.annotate(name, (memory, seconds), textcoords="offset points", xytext=(4, 4), fontsize=7)
-        panel.set(title=size, xlabel="peak memory above importing torch (GiB)", ylabel="step (s)", yscale="log")
-        panel.legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
 
 
 def _budgets(text: str) -> tuple[tuple[float, float], ...]:
@@ -283,7 +269,7 @@ def main(argv: Sequence[str]) -> int:
         sizes[size] = measure_size(size, options, report)
         show(report, size, sizes[size])
     if options.png:
-        draw(options.png, sizes)
+        draw(options.png, {size: points_of(runs) for size, runs in sizes.items()})
         report.line(f"drawn: {options.png}")
     report.json({"machine": facts, "sizes": {size: _as_dict(size, runs) for size, runs in sizes.items()}})
     return 0 if all(_sound(item, _reference(runs)) for runs in sizes.values() for item in runs) else 1

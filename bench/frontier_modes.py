@@ -95,6 +95,11 @@ class Wanted:
     def __str__(self) -> str:
         return f"{self.memory:g} x the memory of deepspeed {self.peer}: {self.speed:g} x its speed"
 
+    @property
+    def box(self) -> str:
+        """For the picture's legend."""
+        return f"wanted: {self.memory:g} x the memory of {self.peer}, {self.speed:g} x its speed"
+
 
 WANTED = (
     Wanted(peer="nvme", memory=0.25, speed=2.0),

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from lamina.bench.frontier import Runs, _sound, main, parse, verdicts
+from lamina.bench.frontier import Runs, _sound, main, parse, points_of, verdicts
 from lamina.bench.frontier_modes import Mode, peer_modes
+from lamina.bench.frontier_plot import draw
 
 
 def runs(system: str, name: str, step_s: float, peak: float, losses: tuple[float, ...] = (5.0, 4.0)) -> Runs:
@@ -60,6 +61,21 @@ def test_the_peer_s_settings_differ_where_they_are_meant_to() -> None:
     assert "offload_param" not in modes["none"]["zero_optimization"]
     assert modes["nvme"]["zero_optimization"]["offload_optimizer"]["nvme_path"] == "/data"
     assert modes["streaming"]["zero_optimization"]["stage3_max_live_parameters"] == 0
+
+
+def test_the_picture_shows_every_run_with_a_result_and_what_is_wanted_beside_the_peer(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    table = [
+        runs("torch", "in memory", 1.0, 1.0),
+        runs("lamina", "in memory", 1.1, 0.9),
+        runs("lamina", "1+8 B/param", 1.5, 0.5),
+        runs("deepspeed", "nvme", 4.0, 2.0),
+        Runs(mode=Mode(system="lamina", name="0.1+1 B/param"), error="PlacementError"),
+    ]
+    points = points_of(table)
+    assert [point.label for point in points] == ["in memory", "in memory", "1+8", "nvme"]
+    draw(str(tmp_path / "frontier.png"), {"toy": points, "none": []})
+    assert (tmp_path / "frontier.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize("budgets", ["1", "1+x", "1+0", "-1+2"])
