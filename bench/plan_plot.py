@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from lamina.bench.plan_rows import rows_of
 from lamina.engine.planner import Option, Plan, PlanError
 from lamina.engine.planner.fit import TierUse
 from lamina.engine.planner.items import Kind
@@ -39,7 +40,8 @@ def draw(answer: Plan, path: Path, *, most: int = 14) -> None:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise PlanError("--plot wants matplotlib: pip install 'lamina[plot]'") from error
-    options = list(reversed(answer.options[:most]))
+    rows = list(reversed(list(rows_of(answer.options))[:most]))
+    options = [item for _, item in rows]
     tiers = [use.tier for use in options[0].verdict.tiers]
     tiers = [tier for tier in tiers if any(_use(item, tier).need for item in options)]
     figure = Figure(figsize=(4.6 * (len(tiers) + 1) + 2.2, 0.42 * len(options) + 2.6), layout="constrained")
@@ -47,18 +49,20 @@ def draw(answer: Plan, path: Path, *, most: int = 14) -> None:
     for axis, tier in zip(axes, tiers, strict=False):
         _draw_tier(axis, options, tier, shared=answer.question.machine.shared_memory)
     _draw_time(axes[-1], options)
-    axes[0].set_yticks(range(len(options)), [item.label for item in options])
+    labels = [label if item.runs else f"{label} (not here)" for label, item in rows]
+    axes[0].set_yticks(range(len(options)), labels)
     best = answer.best
     for label, item in zip(axes[0].get_yticklabels(), options, strict=True):
         label.set_fontweight("bold" if item is best else "normal")
-        label.set_color("black" if item.fits else "#a0a0a0")
+        label.set_color("black" if item.fits and item.runs else "#a0a0a0")
     model, machine = answer.question.model, answer.question.machine
     figure.suptitle(
         f"{model.name} on {machine.name}" + (f": {best.label} recommended" if best else ": nothing fits"),
         fontsize=12,
     )
-    handles, labels = _legend(axes)
-    figure.legend(handles, labels, loc="outside lower center", ncols=6, fontsize=8, frameon=False)
+    figure.legend(*_legend(axes[:-1]), loc="outside lower left", ncols=6, fontsize=8, frameon=False, title="bytes")
+    title = "busy seconds (hatched: update; line: the step)"
+    figure.legend(*_legend(axes[-1:]), loc="outside lower right", ncols=3, fontsize=8, frameon=False, title=title)
     figure.savefig(path, dpi=130)
 
 
@@ -93,10 +97,10 @@ def _draw_time(axis: Any, options: Sequence[Option]) -> None:
         for slot, name in enumerate(names):
             at = row + 0.36 - (slot + 0.5) * height
             passes, update = item.time.passes.get(name, 0.0), item.time.update.get(name, 0.0)
-            axis.barh(at, passes, color=colours[name], height=height, label=f"{name} (busy)")
+            axis.barh(at, passes, color=colours[name], height=height, label=name)
             axis.barh(at, update, left=passes, color=colours[name], height=height, hatch=_HATCH, alpha=0.7)
         axis.plot([item.time.step_s] * 2, [row - 0.4, row + 0.4], color="black", linewidth=1.4)
-    axis.set_title("seconds of a step by channel (hatched: update; line: predicted)", fontsize=10)
+    axis.set_title("a step by channel", fontsize=10)
     axis.set_xlabel("s")
     _clean(axis)
 

@@ -1,8 +1,9 @@
 """What `lamina plan` prints."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 
+from lamina.bench.plan_rows import rows_of
 from lamina.bench.report import Reporter
 from lamina.engine.planner import Option, Phase, Plan
 from lamina.engine.planner.conventions import (
@@ -30,7 +31,7 @@ def print_plan(report: Reporter, answer: Plan) -> None:
     columns = ["placement", "fits"]
     columns += ["memory / host"] if shared else ["device / rank", "host / host"]
     columns += ["nvme / host", "peak in", "step", "binding", "tokens/s", "MFU", "in the way"]
-    rows = list(_rows(answer.options, shared))
+    rows = [_row(label, item, shared) for label, item in rows_of(answer.options)]
     report.table("Placements, fastest first", columns, rows)
     for why in dict.fromkeys(why for item in answer.options for why in item.obstacles):
         report.line(f'"not here": for comparison; {why}.')
@@ -79,28 +80,12 @@ def _question(report: Reporter, answer: Plan) -> None:
     report.line()
 
 
-def _rows(options: Sequence[Option], shared: bool) -> Iterator[list[str]]:
-    """A row for each placement; stages that come to the same, as on a single rank, share one."""
-    merged: dict[tuple[object, ...], tuple[list[str], list[int]]] = {}
-    for item in options:
-        place, cells = item.case.place, _row(item, shared)
-        homes = (place.param, place.optimizer, place.grad, *cells[1:])
-        merged.setdefault(homes, (cells, []))[1].append(place.stage)
-    for cells, stages in merged.values():
-        others = "".join(f", {stage}" for stage in sorted(stages)[1:])
-        first = f"ZeRO-{min(stages)}" if min(stages) else "no ZeRO"
-        yield [
-            cells[0].replace(first, first + others.replace(", ", ", ZeRO-" if not min(stages) else ", "), 1),
-            *cells[1:],
-        ]
-
-
-def _row(item: Option, shared: bool) -> list[str]:
+def _row(label: str, item: Option, shared: bool) -> list[str]:
     uses = {use.tier: use for use in item.verdict.tiers}
     over = item.verdict.overfull
     shown = over if over is not None else uses[HOST if shared else DEVICE]
     fits = "yes" if item.fits else "no"
-    row = [item.label, fits if item.runs else "not here"]
+    row = [label, fits if item.runs else "not here"]
     row += [format_bytes(uses[tier].need) for tier in ((HOST,) if shared else (DEVICE, HOST))]
     blame = ""
     if over is not None and over.offender is not None:
