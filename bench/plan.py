@@ -123,8 +123,10 @@ def main(argv: Sequence[str]) -> int:
     # All that may be refused comes before the first line of output.
     variants = {text: plan(changed(question, text), with_largest=False) for text in given.what_if}
     item = _shown_option(answer, given.option)
-    if given.emit_config is not None and (item is None or not item.fits):
-        raise PlanError(f"--emit-config: no config is written, {answer.reason}")
+    if given.emit_config is not None:
+        if item is None or not item.fits:
+            raise PlanError(f"--emit-config: no config is written, {answer.reason}")
+        emit_config(item)
     print_plan(report, answer)
     if given.convention:
         print_conventions(report, answer, given.convention)
@@ -188,7 +190,7 @@ def question_of(given: argparse.Namespace) -> Question:
     )
     buffers = Buffers(
         lookahead=given.lookahead,
-        sub_group=_count(given.sub_group, "--sub-group") or 1,
+        sub_group=_count(given.sub_group, "--sub-group") or 0,
         generations=given.generations,
         checkpoints_kept=given.checkpoints_kept,
         reduce_bucket=_count(given.reduce_bucket, "--reduce-bucket"),

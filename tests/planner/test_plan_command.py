@@ -142,6 +142,8 @@ def test_machine_file_and_rates_by_hand(capsys: pytest.CaptureFixture[str], tmp_
     [
         (("gpt2", "--machine", "h900"), "presets: this"),
         (("gpt2", "--machine", "h100", "--micro-batch", "0"), "micro_batch: 0"),
+        (("gpt2", "--machine", "h100", "--sub-group", "0"), "sub_group is 0"),
+        (("gpt2", "--machine", "h100", "--option", "ZeRO-1", "--emit-config", "never.json"), "does not run it"),
         (("gpt2", "--machine", "this", "--ranks", "0"), "--ranks: 0"),
         (("gpt2", "--machine", "h100", "--set", "host"), "KEY=VALUE"),
         (("gpt2", "--machine", "h100", "--what-if", "ram=1GB"), "'ram' is unknown"),
