@@ -10,9 +10,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self, TextIO
 
+from rich.cells import cell_len
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
+
+COLUMN_GAP = " │ "
 
 
 def machine_facts() -> dict[str, object]:
@@ -74,6 +77,20 @@ def format_seconds(seconds: float) -> str:
     return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
 
 
+def fold_widths(cells: Sequence[Sequence[str]], room: int) -> list[int]:
+    """Widths of a table's columns: what each needs, less where they do not fit in `room`, but never a word's."""
+    widths = [max(map(cell_len, column), default=0) for column in cells]
+    least = [max((cell_len(word) for text in column for word in text.split()), default=0) for column in cells]
+    too_much = sum(widths) + len(COLUMN_GAP) * (len(widths) - 1) - room
+    for _ in range(too_much):
+        spare = [width - word for width, word in zip(widths, least, strict=True)]
+        if not any(spare):
+            break
+        widest = max(range(len(widths)), key=lambda column: (spare[column] > 0, widths[column]))
+        widths[widest] -= 1
+    return widths
+
+
 class Reporter:
     """Where a command prints. With `as_json` stdout gets one JSON line, and stderr the readable part."""
 
@@ -82,9 +99,10 @@ class Reporter:
         self._out = sys.stdout if out is None else out
         self._err = sys.stderr if err is None else err
         self._readable = self._err if as_json else self._out
+
+    def _columns(self) -> int:
         # Without a terminal rich would fold tables at 80 columns: give them the room they need.
-        width = None if self._readable.isatty() else 160
-        self._console = Console(file=self._readable, width=width, highlight=False, markup=False, emoji=False)
+        return Console(file=self._readable).width if self._readable.isatty() else 160
 
     def line(self, text: str = "") -> None:
         """One readable line, unfolded."""
@@ -103,13 +121,17 @@ class Reporter:
         return facts
 
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-        """A table: the first column to the left, the others to the right."""
+        """A table: the first column to the left, the others to the right. No word or figure is ever cut."""
         table = Table(title=title, title_justify="left", title_style="bold", show_edge=False, pad_edge=False)
-        for position, column in enumerate(columns):
-            table.add_column(column, justify="left" if position == 0 else "right")
+        cells = [[column, *(str(row[position]) for row in rows)] for position, column in enumerate(columns)]
+        widths = fold_widths(cells, self._columns())
+        for position, (column, width) in enumerate(zip(columns, widths, strict=True)):
+            table.add_column(column, justify="left" if position == 0 else "right", width=width)
         for row in rows:
             table.add_row(*(str(cell) for cell in row))
-        self._console.print(table)
+        needed = sum(widths) + len(COLUMN_GAP) * (len(widths) - 1)
+        width = max(self._columns(), needed)
+        Console(file=self._readable, width=width, highlight=False, markup=False, emoji=False).print(table)
         self.line()
 
     def json(self, result: Mapping[str, object]) -> None:

@@ -7,6 +7,7 @@ another layout or too old is refused: better no figures than wrong ones.
 import math
 import os
 import platform
+import shlex
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -199,7 +200,7 @@ class Profile:
 
 def remeasure(paths: Sequence[str | os.PathLike[str]]) -> str:
     """The command that makes a new profile."""
-    return "lamina nvme --save " + " ".join(str(path) for path in paths)
+    return "lamina nvme --save " + " ".join(shlex.quote(os.fspath(path)) for path in paths)
 
 
 def check_profile(

@@ -112,7 +112,7 @@ def load_profile(
 ) -> Profile:
     """The profile of the disks under `paths`, from `file` or the user's cache folder.
 
-    Raises ProfileError when there is none, ForeignProfileError and StaleProfileError when it must not be used.
+    Raises ProfileError when there is none that can be read, ForeignProfileError and StaleProfileError when it must not be used.
     """
     identities = identities_of(paths)
     source = profile_path(list(identities.values())) if file is None else Path(file)
@@ -120,6 +120,10 @@ def load_profile(
         profile = read_profile(source)
     except FileNotFoundError as error:
         raise ProfileError(f"no profile {source}. Run `{remeasure(paths)}`") from error
+    except OSError as error:  # no right to read it, a file where the cache folder should be
+        raise ProfileError(
+            f"{source} cannot be read: {error.strerror}. Mend that, then run `{remeasure(paths)}`"
+        ) from error
     check_profile(
         profile,
         identities,

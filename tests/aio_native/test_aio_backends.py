@@ -121,3 +121,20 @@ def test_uring_is_what_auto_takes_where_it_works() -> None:
         pytest.skip(str(error))
     with AsyncIO() as io:
         assert io.backend == "uring"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_without_liburing_the_threads_backend_alone_is_built(tmp_path: Path) -> None:
+    root = HERE.parents[1]
+    environment = os.environ | {"PKG_CONFIG_LIBDIR": str(tmp_path), "PKG_CONFIG_PATH": ""}
+    command = [sys.executable, "setup.py", "-q", "build", "--build-base", str(tmp_path / "build")]
+    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "apt-get install liburing-dev" in done.stderr
+    assert not list(tmp_path.rglob("_uring*.so"))
+    assert list(tmp_path.rglob("_threads*.so"))
+    environment["LAMINA_REQUIRE_URING"] = "1"
+    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    assert "liburing >= 2.3 was not found" in done.stderr

@@ -138,3 +138,23 @@ def test_bytes_are_decimal(value: float, text: str) -> None:
 )
 def test_seconds_are_short(value: float, text: str) -> None:
     assert format_seconds(value) == text
+
+
+class Terminal(io.StringIO):
+    """Forty columns wide."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_tables_on_a_narrow_terminal_are_folded_and_nothing_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setenv("TERM", "xterm")
+    out = Terminal()
+    row = ("read", "2.93", "12.25", "threads 1M x 1 in 2 files", "1.46 ms", "2.81-3.06 50%", "11")
+    Reporter(out=out).table("best", ("best, GB/s", "read", "write", "settings", "a piece", "likely", "n"), [row])
+    text = out.getvalue()
+    assert "…" not in text
+    for word in " ".join(row).split():
+        assert word in text
+    assert min(len(line) for line in text.splitlines() if "━" in line) < 80

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import shlex
 import stat
 from pathlib import Path
 from typing import Any
@@ -95,6 +96,23 @@ def test_the_cache_folder_is_keyed_by_the_devices(
     assert profile_path([here, here]) == file
     monkeypatch.setenv("XDG_CACHE_HOME", "relative/is/ignored")
     assert cache_folder() == Path.home() / ".cache" / "lamina"
+
+
+def test_the_command_can_be_pasted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    folder = tmp_path / "it's two words"
+    folder.mkdir()
+    with pytest.raises(ProfileError) as caught:
+        load_profile([folder])
+    command = str(caught.value).split("`")[1]
+    assert shlex.split(command) == ["lamina", "nvme", "--save", str(folder)]
+
+
+def test_a_profile_that_cannot_be_read_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "cache").write_bytes(b"")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    with pytest.raises(ProfileError, match=r"cannot be read: Not a directory\. .*lamina nvme --save"):
+        load_profile([tmp_path])
 
 
 def test_no_profile_names_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
