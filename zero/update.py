@@ -18,7 +18,7 @@ from lamina.tiers import Block, GenerationStore, Plane, Residency, Spans, Transa
 
 from .dtypes import KERNEL_DTYPE
 from .gradient_plane import GradientPlane
-from .kernels import AdamHyper, AdamPlanes, Kernels
+from .kernels import AdamBatch, AdamHyper, AdamPlanes, AdamScalars, Kernels
 from .partition import round_up
 from .segment import Segment
 from .update_sums import UpdateSums
@@ -316,11 +316,12 @@ class Updater:
     def _adam(
         self, job: UpdateJob, begin: int, end: int, address: Callable[[Plane], int], sums: UpdateSums | None = None
     ) -> None:
-        """Run the kernel on every run that overlaps [begin, end); ``address`` gives that of element begin."""
+        """Update every run that overlaps [begin, end), in one call; ``address`` gives where element begin is."""
         segment, gradient = job.segment, job.gradient
         itemsizes = {spec.plane: spec.itemsize for spec in segment.planes}
         bases = {plane: address(plane) for plane in itemsizes}
         grad = gradient.address + begin * gradient.dtype.itemsize
+        batch = AdamBatch()
         for run in job.runs:
             first, last = max(run.begin, begin), min(run.end, end)
             if first >= last:
@@ -338,7 +339,8 @@ class Updater:
                 remainder=at.get(Plane.REMAINDER, 0),
                 sums=sums.room(first - begin, last - first) if sums is not None else 0,
             )
-            self.kernels.adam(planes, run.hyper, job.grad_multiplier)
+            batch.add(planes, AdamScalars(run.hyper, job.grad_multiplier))
+        self.kernels.adam_batch(batch)
 
     def _update_in_memory(self, job: UpdateJob) -> None:
         began = time.perf_counter()

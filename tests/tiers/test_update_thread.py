@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from lamina.tiers import Arena, Plane, PlaneSpec, Spans, Tier
+from lamina.zero.adam_update import AdamBatch, AdamHyper
 from lamina.zero.update import UpdateJob, Updater
 
 NUMEL = 4096
@@ -72,8 +73,8 @@ class CountingKernels:
     def __init__(self) -> None:
         self.elements = 0
 
-    def adam(self, n: int, **_: Any) -> None:
-        self.elements += n
+    def adam_batch(self, batch: AdamBatch) -> None:
+        self.elements += sum(batch.args[index].n for index in range(len(batch)))
 
 
 def job(name: str, done: Callable[[UpdateJob], None] = lambda job: None) -> UpdateJob:
@@ -94,7 +95,7 @@ def job(name: str, done: Callable[[UpdateJob], None] = lambda job: None) -> Upda
         address=lambda plane: 0,
     )
     plane = SimpleNamespace(address=gradient.data_ptr(), dtype=torch.float32, complete=True, keep=gradient)
-    runs = [SimpleNamespace(begin=0, end=NUMEL, hyper=None)]
+    runs = [SimpleNamespace(begin=0, end=NUMEL, hyper=AdamHyper(lr=0.1, step=1))]
     return UpdateJob(segment=segment, gradient=plane, runs=runs, grad_multiplier=1.0, done=done)  # type: ignore[arg-type]
 
 
