@@ -4,7 +4,13 @@ import json
 
 import pytest
 
+from lamina.bench import adam
 from lamina.bench.adam import main
+
+
+@pytest.fixture(autouse=True)
+def _no_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adam, "REST_S", 0.0)
 
 
 def test_json_line_has_a_row_for_each_contender_and_size(capsys):
@@ -18,6 +24,7 @@ def test_json_line_has_a_row_for_each_contender_and_size(capsys):
     assert {(t, n) for t, n, _ in rows} == {(t, n) for t in (1, 2) for n in (1000, 20_000)}
     for (_, numel, _), row in rows.items():
         assert row["ms"] > 0
+        assert row["first_ms"] > 0
         assert row["gparam_per_s"] == pytest.approx(numel / row["ms"] / 1e6)
     ceilings = [r["of_ceiling"] for r in report["rows"] if r["name"].startswith("stream")]
     assert max(ceilings) <= 1.0
