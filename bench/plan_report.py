@@ -17,6 +17,7 @@ from lamina.engine.planner.flops import MODEL_FLOPS_FORMULA
 from lamina.engine.planner.items import Kind
 from lamina.engine.planner.placement import DEVICE, HOST, NVME, TIERS
 from lamina.engine.planner.quantity import GB, format_bytes, format_count, format_seconds
+from lamina.engine.planner.simulated import simulated_step
 
 LEFT_OUT = (
     "Not counted: other processes' use of the device, temporary workspaces of single operators, data loading, and "
@@ -141,6 +142,12 @@ def _print_time(report: Reporter, item: Option) -> None:
         f"{format_seconds(time.update_s)}; lower bound {format_seconds(time.lower_bound_s)} "
         f"(ratio {time.bound_ratio:.2f}); pipeline bubble {time.bubble:.1%}; binding: {time.binding}."
     )
+    if item.runs and not item.case.buffers.max_live:
+        simulated = simulated_step(item.case)
+        report.line(
+            f"Simulated as the engine does for its own choice: {format_seconds(simulated.step_s)}, passes "
+            f"{format_seconds(simulated.passes_s)} + update {format_seconds(simulated.update_s)}."
+        )
     report.line(f"MFU {time.mfu:.1%} = model operations / (step x peak); model operations = {MODEL_FLOPS_FORMULA}.")
 
 

@@ -109,7 +109,11 @@ class Case:
         )
 
     @property
+    def updates_early(self) -> bool:
+        """Updates start under the backward pass: where they can be undone, on nvme, with gradients in memory."""
+        return self.wishes.overlap_update and self.place.optimizer == NVME and self.place.grad == HOST
+
+    @property
     def early_update(self) -> bool:
         """Gradients are used up under the backward pass as they come, and are never all held."""
-        wishes = self.wishes
-        return wishes.overlap_update and not wishes.retain_gradients and self.place.optimizer == NVME
+        return self.updates_early and not self.wishes.retain_gradients

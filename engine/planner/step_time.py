@@ -53,14 +53,14 @@ DRIVE = "nvme drive"
 def step_time(case: Case) -> StepTime:
     """Predicted times. Raises PlanError that names the rate that is missing."""
     moved = channel_bytes(case)
-    compute, model_flops = _compute_seconds(case)
+    compute, model_flops = compute_seconds(case)
     bubble = float(bubble_fraction(case.place.pipeline, case.load.accumulation))
     passes = {Channel.COMPUTE.value: compute / (1 - bubble), **_seconds(case.machine, moved, update=False)}
     update = _seconds(case.machine, moved, update=True)
     passes_s, update_s = (_part(part, case.machine.overlap_loss) for part in (passes, update))
     worst = max(passes.values()) + max(update.values(), default=0.0)
     together = {name: passes.get(name, 0.0) + update.get(name, 0.0) for name in {**passes, **update}}
-    if case.load.barrier:
+    if not case.updates_early:
         step, bound = passes_s + update_s, worst
     else:
         # The update runs under the backward pass: what both need of one channel adds up.
@@ -77,7 +77,7 @@ def step_time(case: Case) -> StepTime:
         update_s=update_s,
         step_s=step,
         lower_bound_s=bound,
-        binding=_binding(passes, update, together, barrier=case.load.barrier),
+        binding=_binding(passes, update, together, barrier=not case.updates_early),
         tokens_per_s=tokens / step,
         mfu=model_flops * tokens / (step * peak),
         bubble=bubble,
@@ -89,7 +89,7 @@ def step_time(case: Case) -> StepTime:
     )
 
 
-def _compute_seconds(case: Case) -> tuple[float, float]:
+def compute_seconds(case: Case) -> tuple[float, float]:
     """Seconds of one rank's arithmetic, and model operations per token."""
     flops = step_flops(case.model, case.load)
     tokens = case.load.tokens * case.load.accumulation
