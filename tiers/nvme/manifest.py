@@ -74,7 +74,8 @@ class Manifest:
     """Everything a reopening needs. committed: newest first. slots: the files that are ours, in use or free.
 
     retired: files that were ours and may still lie about. updating: an in-place update has begun and not
-    ended.
+    ended. revision: counts what was written; of two manifests of one store the higher one counts (see
+    [Note: a manifest that moved]).
     """
 
     store_id: str
@@ -88,6 +89,7 @@ class Manifest:
     slots: tuple[SlotRecord, ...] = ()
     retired: tuple[SlotRecord, ...] = ()
     updating: int | None = None
+    revision: int = 0
     _shards_text: str = field(default="", compare=False, repr=False)
 
     def with_(self, **changes: Any) -> "Manifest":
@@ -117,6 +119,7 @@ class Manifest:
             "slots": [_slot_to_json(slot) for slot in self.slots],
             "retired": [_slot_to_json(slot) for slot in self.retired],
             "updating": self.updating,
+            "revision": self.revision,
         }
         body = json.dumps(head, indent=1, allow_nan=False)[:-2] + f',\n "shards": {self.shards_text}'
         return f'{body},\n "crc32c": "{crc32c(body.encode()):08x}"\n}}\n'.encode()
@@ -231,6 +234,7 @@ def _manifest_from_json(data: Any) -> Manifest:
         slots=tuple(_slot_from_json(item) for item in data["slots"]),
         retired=tuple(_slot_from_json(item) for item in data["retired"]),
         updating=None if data["updating"] is None else _whole(data["updating"]),
+        revision=_whole(data.get("revision", 0)),
         shards=tuple(shard_from_json(item) for item in data["shards"]),
     )
 

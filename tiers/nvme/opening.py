@@ -143,12 +143,21 @@ class Opening:
             manifest = read_manifest(folder.file(MANIFEST_NAME))
             if manifest is not None:
                 found.append((manifest, index))
-        if len(found) > 1:
+        if len({manifest.store_id for manifest, _ in found}) > 1:
             where = " and ".join(folders[index].path for _, index in found)
             raise LayoutError(
                 f"{where} hold manifests of separate stores: give only the paths that one job was started with"
             )
-        return found[0] if found else (None, 0)
+        if not found:
+            return None, 0
+        found.sort(key=lambda pair: pair[0].revision)
+        *older, newest = found
+        for _, index in older:  # see [Note: a manifest that moved]
+            folders[index].remove([MANIFEST_NAME])
+            self.notes.append(
+                f"removed {folders[index].file(MANIFEST_NAME)}, which is older than the one on another path"
+            )
+        return newest
 
     def _check(self, manifest: Manifest, where: str, discard_torn: bool) -> None:
         if (manifest.job, manifest.rank) != (self._job, self._rank):

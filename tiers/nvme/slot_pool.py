@@ -1,5 +1,6 @@
 """The files of a store: which slots there are, on which paths, and the manifest that says so."""
 
+import contextlib
 import errno
 import os
 from collections.abc import Sequence, Set
@@ -27,6 +28,8 @@ from lamina.tiers.tier import NvmePath, ShardSpec
 
 FAULTS = (errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ENXIO, errno.ENODEV)
 """Errors of one path that another path may make up for."""
+FULL = (errno.ENOSPC, errno.EDQUOT)
+"""Those among them after which files that have their space can still be written."""
 
 
 class SlotPool:
@@ -47,6 +50,7 @@ class SlotPool:
         self.wear = wear
         self.manifest = manifest
         self.home = home
+        self.left_homes: set[int] = set()
         self.slots: dict[str, Slot] = {}
         self.notes: list[str] = []
         self.doubt = ""
@@ -78,22 +82,55 @@ class SlotPool:
     def save(self, manifest: Manifest) -> None:
         """Make a manifest the one that counts. Raises StorageFault; then the one before counts.
 
-        If it fails after the rename, what is on disk decides. If that cannot be read either, `doubt` says so and the
-        store has to be opened again.
+        If it fails after the rename, what is on disk decides. Where a path fails another one takes the manifest over. If
+        none can, and what is on disk cannot be read either, `doubt` says so and the store has to be opened again.
+
+        [Note: a manifest that moved] A path that failed may come back with the manifest that it had. Each one that is
+        written has a higher revision than those before, so that the next opening knows which of them counts.
         """
-        path = os.path.join(self.folders[self.home].path, MANIFEST_NAME)
+        manifest = manifest.with_(revision=self.manifest.revision + 1)
         try:
-            write_manifest(manifest, self.folders[self.home].path)
+            self._save_at(self.home, manifest)
+        except OSError as error:
+            self._save_elsewhere(manifest, error)
+        self.doubt = ""
+        self.manifest = manifest
+
+    def _save_at(self, index: int, manifest: Manifest) -> None:
+        """Write it on one path. Raises OSError; `doubt` then tells if it is not known whether it counts."""
+        path = os.path.join(self.folders[index].path, MANIFEST_NAME)
+        try:
+            write_manifest(manifest, self.folders[index].path)
         except OSError as error:
             try:
                 found = read_manifest(path)
             except (OSError, StoreError) as second:
                 self.doubt = f"{path} could neither be written ({error}) nor read ({second})"
-                raise fault(error, f"writing {path}") from second
+                raise
             if found is None or found.to_bytes() != manifest.to_bytes():
-                raise fault(error, f"writing {path}") from error
+                raise
             self.notes.append(f"{path} was replaced, but making that durable failed: {error}")
-        self.manifest = manifest
+
+    def _save_elsewhere(self, manifest: Manifest, error: OSError) -> None:
+        """The manifest's path failed with this error: put it on another one. Raises StorageFault when there is none."""
+        failed_path = os.path.join(self.folders[self.home].path, MANIFEST_NAME)
+        others = [i for i in range(len(self.folders)) if i != self.home and i not in self.failed]
+        for index in others if error.errno in FAULTS else ():
+            try:
+                self._save_at(index, manifest)
+            except OSError as second:
+                self.notes.append(f"{self.folders[index].path} cannot take the manifest over: {second}")
+                continue
+            self.notes.append(f"{failed_path} could not be written ({error}): moved to {self.folders[index].path}")
+            if error.errno not in FULL:
+                self.mark_failed(self.home, error)
+            self.left_homes.add(self.home)
+            self.left_homes.discard(index)
+            with contextlib.suppress(OSError):
+                self.folders[self.home].remove([MANIFEST_NAME, TEMPORARY_NAME])
+            self.home = index
+            return
+        raise fault(error, f"writing {failed_path}") from error
 
     def rooms(self, replacing: Sequence[Slot] = ()) -> list[int]:
         """Bytes that each path can take, counting what the removal of these slots gives back."""
@@ -314,7 +351,8 @@ class SlotPool:
             slot.close()
         self.slots = {}
         if remove:
-            self.folders[self.home].remove([MANIFEST_NAME, TEMPORARY_NAME])
+            for index in (*self.left_homes, self.home):
+                self.folders[index].remove([MANIFEST_NAME, TEMPORARY_NAME])
             for slot in slots:
                 for stripe, index in slot.where.items():
                     self.folders[index].remove([slot.record.names()[stripe]])
