@@ -18,6 +18,7 @@ from lamina.tiers.tier import Plane, PlaneSpec, ShardSpec
 
 ALIGN = 4096
 CHUNK_BYTES = 1 << 20
+MOST_CHUNK_BYTES = 1 << 40
 
 
 def align_up(value: int, align: int = ALIGN) -> int:

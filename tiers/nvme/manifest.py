@@ -11,12 +11,13 @@ from typing import Any
 from lamina.aio_native import crc32c
 from lamina.tiers.errors import IntegrityError, LayoutError
 from lamina.tiers.nvme.folder import sync_directory, sync_file
-from lamina.tiers.nvme.layout import shard_from_json, shard_to_json
+from lamina.tiers.nvme.layout import ALIGN, MOST_CHUNK_BYTES, shard_from_json, shard_to_json
 from lamina.tiers.tier import ShardSpec
 
 MANIFEST_NAME = "manifest.json"
 TEMPORARY_NAME = "manifest.json.tmp"
 FROZEN_STEM = "frozen"
+MOST_STRIPES = 256
 _VERSION = 1
 _STEM = re.compile(r"gen-(0|[1-9][0-9]{0,17})|frozen(-[1-9][0-9]{0,17})?")
 
@@ -143,9 +144,11 @@ class Manifest:
                 found=found,
             )
         try:
-            return _manifest_from_json(json.loads(data))
-        except (KeyError, TypeError, ValueError) as error:
-            raise LayoutError(f"{path} is not a manifest that this version understands: {error}") from error
+            manifest = _manifest_from_json(json.loads(data))
+            _check_consistent(manifest)
+        except (KeyError, TypeError, ValueError, RecursionError) as error:
+            raise LayoutError(f"{path} is not a manifest that this version understands: {error!r}") from error
+        return manifest
 
 
 def _slot_to_json(slot: SlotRecord) -> dict[str, Any]:
@@ -194,8 +197,8 @@ def _slot_from_json(data: Any) -> SlotRecord:
         counts=_wholes(data["counts"]),
         left_out=tuple(_text(name) for name in data.get("left_out", ())),
     )
-    if not 1 <= sum(slot.counts) <= 65536:
-        raise ValueError(f"slot {slot.stem} has stripe counts {slot.counts}")
+    if len(slot.counts) > MOST_STRIPES or not 1 <= sum(slot.counts) <= MOST_STRIPES:
+        raise ValueError(f"slot {slot.stem} has {len(slot.counts)} stripes with {sum(slot.counts)} chunks in a period")
     file_name(slot.stem, 0)  # what is not one of our names must not become a path
     return slot
 
@@ -237,6 +240,32 @@ def _manifest_from_json(data: Any) -> Manifest:
         revision=_whole(data.get("revision", 0)),
         shards=tuple(shard_from_json(item) for item in data["shards"]),
     )
+
+
+def _check_consistent(manifest: Manifest) -> None:
+    """Raise ValueError for a manifest that no store has written: what it says is deleted, linked and read by."""
+    stems = [slot.stem for slot in (*manifest.slots, *manifest.retired)]
+    if twice := {stem for stem in stems if stems.count(stem) > 1}:
+        raise ValueError(f"{', '.join(sorted(twice))} is listed twice, in use or to be removed")
+    if manifest.chunk_bytes % ALIGN or manifest.chunk_bytes > MOST_CHUNK_BYTES:
+        raise ValueError(f"chunk_bytes is {manifest.chunk_bytes}")
+    names = [shard.name for shard in manifest.shards]
+    if len(set(names)) != len(names):
+        raise ValueError("a shard is listed twice")
+    ids = [record.id for record in manifest.committed]
+    if ids != sorted(set(ids), reverse=True):
+        raise ValueError(f"generations are listed as {ids}, not newest first")
+    current = manifest.committed[:1]
+    for record in (*current, *([manifest.frozen] if manifest.frozen else [])):
+        if record.slot not in manifest.slots:
+            raise ValueError(f"{record.slot.stem} counts, but is not among the slots")
+    for record in (*manifest.committed, *([manifest.frozen] if manifest.frozen else [])):
+        if len(record.sums_crc) != len(record.slot.counts):
+            raise ValueError(
+                f"{record.slot.stem} has {len(record.sums_crc)} checksums for {len(record.slot.counts)} stripes"
+            )
+        if record.slot.is_frozen != isinstance(record, FrozenRecord):
+            raise ValueError(f"{record.slot.stem} is listed as what it is not")
 
 
 def read_manifest(path: str) -> Manifest | None:
