@@ -3,6 +3,7 @@
 import errno
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -287,14 +288,30 @@ def test_a_file_size_limit_loses_nothing(tmp_path: Path) -> None:
     assert done.stdout.endswith("fine\n")
 
 
+def mount_small(kind: str, mount: Path) -> None:
+    """Mount a tmpfs, or an ext4 on a loop device, with room for little more than two generations."""
+    commands = [["mount", "-t", "tmpfs", "-o", "size=700k", "none", str(mount)]]
+    if kind == "loop":
+        image = mount.with_name("image")
+        image.write_bytes(bytes(1 << 20))
+        format_it = ["mkfs.ext4", "-q", "-F", "-O", "^has_journal", "-b", "4096", "-N", "64", "-m", "0", str(image)]
+        commands = [format_it, ["mount", "-o", "loop", str(image), str(mount)]]
+    for command in commands:
+        if shutil.which(command[0]) is None:
+            pytest.skip(f"needs {command[0]}")
+        done = subprocess.run(command, check=False, capture_output=True, text=True)
+        if done.returncode:
+            pytest.skip(f"{' '.join(command)} is not possible here: {done.stderr.strip()}")
+
+
 @pytest.mark.root
+@pytest.mark.parametrize("kind", ["tmpfs", "loop"])
 @pytest.mark.filterwarnings("ignore::lamina.aio_native.BufferedIOWarning")
-def test_a_full_file_system(open_store: Open, tmp_path: Path) -> None:
-    """A tmpfs that fills up between the opening and an update that needs new files."""
+def test_a_full_file_system(open_store: Open, tmp_path: Path, kind: str) -> None:
+    """A small disk that fills up between the opening and an update that needs new files."""
     mount = tmp_path / "small"
     mount.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=700k", "none", str(mount)], check=False).returncode:
-        pytest.skip("needs the privilege to mount")
+    mount_small(kind, mount)
     try:
         store = open_store([NvmePath(path=str(mount))])
         state = random_state()

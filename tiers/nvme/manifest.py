@@ -255,17 +255,16 @@ def _check_consistent(manifest: Manifest) -> None:
     ids = [record.id for record in manifest.committed]
     if ids != sorted(set(ids), reverse=True):
         raise ValueError(f"generations are listed as {ids}, not newest first")
-    current = manifest.committed[:1]
-    for record in (*current, *([manifest.frozen] if manifest.frozen else [])):
-        if record.slot not in manifest.slots:
-            raise ValueError(f"{record.slot.stem} counts, but is not among the slots")
-    for record in (*manifest.committed, *([manifest.frozen] if manifest.frozen else [])):
-        if len(record.sums_crc) != len(record.slot.counts):
-            raise ValueError(
-                f"{record.slot.stem} has {len(record.sums_crc)} checksums for {len(record.slot.counts)} stripes"
-            )
-        if record.slot.is_frozen != isinstance(record, FrozenRecord):
-            raise ValueError(f"{record.slot.stem} is listed as what it is not")
+    frozen = [manifest.frozen] if manifest.frozen else []
+    for slot in [*(record.slot for record in manifest.committed[:1]), *(f.slot for f in frozen)]:
+        if slot not in manifest.slots:
+            raise ValueError(f"{slot.stem} counts, but is not among the slots")
+    if any(record.slot.is_frozen for record in manifest.committed) or not all(f.slot.is_frozen for f in frozen):
+        raise ValueError("a slot is listed as what it is not")
+    sums = [(r.slot, r.sums_crc) for r in manifest.committed] + [(f.slot, f.sums_crc) for f in frozen]
+    for slot, crcs in sums:
+        if len(crcs) != len(slot.counts):
+            raise ValueError(f"{slot.stem} has {len(crcs)} checksums for {len(slot.counts)} stripes")
 
 
 def read_manifest(path: str) -> Manifest | None:
