@@ -18,6 +18,8 @@ from .residency import Residency
 from .scheduler import Scheduler
 from .simulate import Simulation, simulate, simulate_ranks
 from .spans import Spans
+from .split import SplitPiece, shard_on, split_shard
+from .split_planes import SplitShard
 from .step_model import ComputeTimes, GroupModel, StepModel, SubGroup, UpdateModel, model_step
 from .tier import NvmePath, Plane, PlaneSpec, ShardSpec, Tier
 from .trace import Access, TraceCursor
@@ -61,6 +63,8 @@ __all__ = [
     "Simulation",
     "SpaceError",
     "Spans",
+    "SplitPiece",
+    "SplitShard",
     "StepModel",
     "StoreError",
     "SubGroup",
@@ -79,6 +83,8 @@ __all__ = [
     "parse_plan",
     "place",
     "probe_disk",
+    "shard_on",
     "simulate",
     "simulate_ranks",
+    "split_shard",
 ]

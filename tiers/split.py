@@ -53,10 +53,15 @@ def split_shard(
     return pieces
 
 
+def piece_name(shard: ShardSpec, first: int, numel: int) -> str:
+    """The name of the shard that keeps these elements on one tier: with the range when it is not the whole."""
+    return shard.name if numel == shard.numel else f"{shard.name}[{first}:{first + numel}]"
+
+
 def shard_on(shard: ShardSpec, pieces: list[SplitPiece], tier: Tier) -> list[ShardSpec]:
     """The shards that a tier's store has to keep for a split shard.
 
-    Planes with the same elements on the tier share one shard; its name carries the range when it is not the whole.
+    Planes with the same elements on the tier share one shard, named by piece_name().
     """
     ranges: dict[tuple[int, int], list[Plane]] = {}
     for piece in pieces:
@@ -64,7 +69,7 @@ def shard_on(shard: ShardSpec, pieces: list[SplitPiece], tier: Tier) -> list[Sha
             ranges.setdefault((piece.first, piece.numel), []).append(piece.plane)
     return [
         ShardSpec(
-            name=shard.name if numel == shard.numel else f"{shard.name}[{first}:{first + numel}]",
+            name=piece_name(shard, first, numel),
             numel=numel,
             planes=tuple(spec for spec in shard.planes if spec.plane in planes),
             frozen=shard.frozen,

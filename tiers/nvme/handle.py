@@ -141,15 +141,16 @@ class TransferHandle:
 
 
 class HandleGroup:
-    """Several transfers as one: done when all are."""
+    """Several transfers as one: done when all are. moved: bytes that were copied already, within memory."""
 
-    def __init__(self, handles: Sequence[TransferHandle]) -> None:
+    def __init__(self, handles: Sequence[TransferHandle], *, moved: int = 0) -> None:
         self._handles = tuple(handles)
+        self._moved = moved
 
     @property
     def nbytes(self) -> int:
         """Bytes of all of them."""
-        return sum(handle.nbytes for handle in self._handles)
+        return self._moved + sum(handle.nbytes for handle in self._handles)
 
     def done(self) -> bool:
         """Whether wait() would return or raise at once."""
