@@ -23,6 +23,7 @@ _COLOURS = {
     Kind.CHECKPOINTS: "#d98aa0",
     Kind.LOGITS: "#eec0cd",
     Kind.FRAGMENTS: "#d9d0c3",
+    Kind.COPIES: "#cfe3a8",
     Kind.STAGING: "#c8b6dd",
     Kind.BUILD: "#9a86b8",
     Kind.RUNTIME: "#9c9c9c",

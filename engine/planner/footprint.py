@@ -84,6 +84,7 @@ def footprint(case: Case) -> Footprint:
         *activation_items(case),
         *staging_items(case),
         *_runtime(case),
+        *_copies(case),
     )
     items = (*items, *_fragments(case, items))
     if case.wishes.separate_device and case.place.optimizer != DEVICE:
@@ -108,6 +109,16 @@ def _checkpoint_bytes(case: Case) -> int:
     planes = case.planes.values()
     trained = sum(s.shard_bytes(size) for s in case.segments if s.grad_itemsize for size in planes)
     return trained + sum(s.shard_bytes(s.param_itemsize) for s in case.segments if not s.grad_itemsize)
+
+
+def _copies(case: Case) -> Iterator[Item]:
+    """Between processes of one host gloo works on copies, in its own threads: one of what goes in, one of what comes out."""
+    if not case.machine.shared_memory or case.slice.ranks < 2:
+        return
+    largest = max(case.slice.trainable) * case.load.itemsize
+    gathered = max(case.needs.window_sizes(), default=0)
+    formula = "in and out of two reductions under way and of one gathered group"
+    yield Item(tier=HOST, kind=Kind.COPIES, nbytes=4 * largest + 2 * gathered, phases=TRAINED, formula=formula)
 
 
 def _runtime(case: Case) -> Iterator[Item]:

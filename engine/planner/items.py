@@ -36,6 +36,7 @@ class Kind(StrEnum):
     BUCKETS = "buckets"
     PINNED = "pinned buffers"
     FRAGMENTS = "allocator fragments"
+    COPIES = "collectives' copies"
     STAGING = "checkpoint staging"
     BUILD = "model being built"
     RUNTIME = "process and runtime"
@@ -46,7 +47,7 @@ TRAINED = frozenset({Phase.FORWARD, Phase.BACKWARD, Phase.BACKWARD_END})
 ON_THE_WAY_BACK = frozenset({Phase.BACKWARD, Phase.BACKWARD_END})
 AUTOGRAD = frozenset({Kind.ACTIVATIONS, Kind.CHECKPOINTS, Kind.LOGITS, Kind.IN_FLIGHT})
 """What the framework's allocator hands out during a pass."""
-_OUTSIDE = AUTOGRAD | {Kind.FRAGMENTS, Kind.STAGING, Kind.BUILD, Kind.RUNTIME}
+_OUTSIDE = AUTOGRAD | {Kind.COPIES, Kind.FRAGMENTS, Kind.STAGING, Kind.BUILD, Kind.RUNTIME}
 
 
 @dataclass(frozen=True, kw_only=True)
