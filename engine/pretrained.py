@@ -1,4 +1,4 @@
-"""Takes weights from safetensors files into an engine, range by range: no whole copy of them is ever in memory."""
+"""Takes weights from safetensors files, or state dicts of torch, into an engine, range by range: no whole copy in memory."""
 
 import json
 import os
@@ -15,19 +15,20 @@ from lamina.zero import ZeroRuntime
 from lamina.zero.checkpoint import LoadedState, load_source
 
 from .checkpoint.loading import LoadReport
+from .torch_file import TorchFile
 from .weight_names import weights_of
 
-_INDEX = ".safetensors.index.json"
+_KINDS = (".safetensors", ".bin")
 
 
-class SafetensorsSource:
-    """Parameters in one or several safetensors files, by any of their names. Context manager."""
+class WeightSource:
+    """Parameters in one or several files, by any of their names. Context manager."""
 
     def __init__(self, folder: str, module: nn.Module) -> None:
         self._closing = ExitStack()
         self._files: dict[str, Any] = {}
         for path in weight_files(folder):
-            file = self._closing.enter_context(safe_open(path, framework="pt"))
+            file = self._opened(path)
             self._files |= dict.fromkeys(file.keys(), file)
         self.taken: set[str] = set()
         self._prefix = self._common_prefix(module)
@@ -39,6 +40,11 @@ class SafetensorsSource:
                     for alias in (weight.name, *weight.aliases):
                         self._key.setdefault(alias, key)
                     self.taken.add(key)
+
+    def _opened(self, path: str) -> Any:
+        if path.endswith(".safetensors"):
+            return self._closing.enter_context(safe_open(path, framework="pt"))
+        return TorchFile(path)
 
     def _common_prefix(self, module: nn.Module) -> str:
         """What transformers puts before, or leaves out of, the names of a base model ("transformer.", "model.")."""
@@ -102,24 +108,30 @@ class SafetensorsSource:
 
 
 def weight_files(folder: str) -> list[str]:
-    """The safetensors files of a folder (or the one file that is named). Raises FileNotFoundError naming what is missing."""
+    """The files of a folder that hold its weights, safetensors if there are any (or the one file that is named).
+
+    Raises FileNotFoundError naming what is missing, ValueError for an index that names a file elsewhere."""
     if os.path.isfile(folder):
         return [folder]
     if not os.path.isdir(folder):
-        raise FileNotFoundError(f"{folder} is no folder with safetensors files")
-    for index in sorted(name for name in os.listdir(folder) if name.endswith(_INDEX)):
-        with open(os.path.join(folder, index), encoding="utf-8") as file:
-            names = sorted(set(json.load(file)["weight_map"].values()))
-        for name in names:
-            if os.path.basename(name) != name:
-                raise ValueError(f"{index} names {name!r}, which is outside of {folder}")
-            if not os.path.isfile(os.path.join(folder, name)):
-                raise FileNotFoundError(f"{os.path.join(folder, name)} is missing, and {index} names it")
-        return [os.path.join(folder, name) for name in names]
-    files = sorted(os.path.join(folder, name) for name in os.listdir(folder) if name.endswith(".safetensors"))
-    if not files:
-        raise FileNotFoundError(f"{folder} has no .safetensors file (pickled weights are not read)")
-    return files
+        raise FileNotFoundError(f"{folder} is no folder with weights")
+    there = sorted(os.listdir(folder))
+    for kind in _KINDS:
+        for index in (name for name in there if name.endswith(f"{kind}.index.json")):
+            with open(os.path.join(folder, index), encoding="utf-8") as file:
+                names = sorted(set(json.load(file)["weight_map"].values()))
+            for name in names:
+                if os.path.basename(name) != name:
+                    raise ValueError(f"{index} names {name!r}, which is outside of {folder}")
+                if not os.path.isfile(os.path.join(folder, name)):
+                    raise FileNotFoundError(f"{os.path.join(folder, name)} is missing, and {index} names it")
+            return [os.path.join(folder, name) for name in names]
+        wanted = (
+            name for name in there if name.endswith(kind) and (kind == ".safetensors" or name == "pytorch_model.bin")
+        )
+        if files := [os.path.join(folder, name) for name in wanted]:
+            return files
+    raise FileNotFoundError(f"{folder} has no .safetensors file and no pytorch_model.bin")
 
 
 def load_pretrained(
@@ -127,14 +139,16 @@ def load_pretrained(
 ) -> LoadReport:
     """Set every parameter and persistent buffer that the files have. Collective.
 
-    Raises FileNotFoundError, KeyError naming what is only here or only there (``strict``), ValueError for shapes that differ;
-    nothing was changed then.
+    ``load_dir``: a folder with safetensors files or pytorch_model.bin (with their index, where there are several), or a file.
+
+    Raises FileNotFoundError, KeyError naming what is only here or only there (``strict``), ValueError for shapes that differ
+    and for files that are not plain weights; nothing was changed then.
     """
     path = os.path.abspath(os.path.expanduser(os.fspath(load_dir)))
     buffers = {
         weight.name: weight.tensor for weight in weights_of(module) if not isinstance(weight.tensor, nn.Parameter)
     }
-    with SafetensorsSource(path, module) as source:
+    with WeightSource(path, module) as source:
         lacking = [name for name in buffers if not source.has(name)]
         unexpected = source.unexpected
         if strict and (lacking or unexpected):

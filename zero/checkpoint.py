@@ -18,6 +18,7 @@ from .checkpoint_record import ClientTensor, RankRecord, SegmentRecord
 from .checkpoint_source import PINNED_FOLDER, PLANE_FILE, CheckpointSource, RankPart, StateSource
 from .checkpoint_target import StateWriter, check_source, refresh_homes, refresh_replicas
 from .client_optimizer import ClientOptimizer
+from .client_state import ClientStateSource
 from .segment import Segment
 
 if TYPE_CHECKING:
@@ -156,30 +157,32 @@ def load_rank(
             raise KeyError(f"{'; '.join(said)} (strict=False loads the rest)")
         client = runtime.optimizer if moments and isinstance(runtime.optimizer, ClientOptimizer) else None
         own_part = min(runtime.ranks.rank, len(records) - 1)
-        if client is not None:
-            client.check_state({(t.parameter, t.key): torch.Size(t.shape).numel() for t in records[own_part].client})
         part = _same_part(runtime, source)
+        as_it_was = _same_shards(runtime, source)
+        if client is not None and as_it_was:
+            client.check_state({(t.parameter, t.key): torch.Size(t.shape).numel() for t in records[own_part].client})
+        elif client is not None:
+            ClientStateSource(source).check(client)
         if part is not None and moments:
             _take_over(runtime, part, io)
         else:
             StateWriter(runtime, source, moments=moments).write(step=step, meta=meta)
         _load_gradients(runtime, source if gradients else None)
         if client is not None:
-            _load_client(client, source, own_part, client_values or {})
+            state = ClientStateSource(source)
+            client.load_state(state.as_saved(own_part) if as_it_was else state.tensors(client), client_values or {})
     return LoadedState(missing=tuple(missing), unexpected=tuple(unexpected), as_saved=part is not None and moments)
 
 
-def _load_client(
-    optimizer: ClientOptimizer, source: CheckpointSource, rank: int, values: Mapping[str, Mapping[str, Any]]
-) -> None:
-    part = source.parts[rank]
-    tensors = {}
-    for record in part.record.client:
-        flat = torch.empty(torch.Size(record.shape).numel(), dtype=record.dtype)
-        if flat.numel():
-            part.file().read(record.parameter, record.plane, 0, bytes_of(flat))
-        tensors[(record.parameter, record.key)] = flat.view(record.shape)
-    optimizer.load_state(tensors, values)
+def _same_shards(runtime: "ZeroRuntime", source: CheckpointSource) -> bool:
+    """Whether every rank has the very part of each parameter that it had when it was saved."""
+    if len(source.parts) != runtime.ranks.world_size:
+        return False
+    saved = source.parts[runtime.ranks.rank].record.segments
+    wanted = rank_records(runtime)
+    return len(wanted) == len(saved) and all(
+        mine.same_shard(theirs) for mine, theirs in zip(wanted, saved, strict=True)
+    )
 
 
 def _same_part(runtime: "ZeroRuntime", source: CheckpointSource) -> RankPart | None:

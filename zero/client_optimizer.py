@@ -37,6 +37,16 @@ class _Master:
     tensor: nn.Parameter
 
 
+@dataclass(frozen=True, kw_only=True)
+class MasterSlice:
+    """Elements [first, last) of a parameter, which this rank's optimizer sees in a tensor of ``shape``."""
+
+    name: str
+    first: int
+    last: int
+    shape: torch.Size
+
+
 class ClientOptimizer:
     """What the engine asks of an optimizer, done by one of torch. Its state counts against no budget."""
 
@@ -181,6 +191,19 @@ class ClientOptimizer:
             into = memory[master.first : master.last]
             if into.data_ptr() != flat.data_ptr():
                 into.copy_(flat)
+
+    def master_slices(self) -> list[MasterSlice]:
+        """What this rank updates."""
+        found = []
+        for master in self._masters:
+            slot = master.segment.layout.slots[master.index]
+            begin = master.segment.layout.shard_range(master.segment.rank)[0] - slot.offset
+            found.append(
+                MasterSlice(
+                    name=master.name, first=begin + master.first, last=begin + master.last, shape=master.tensor.shape
+                )
+            )
+        return found
 
     # -- its state, for checkpoints ------------------------------------------------------------------------------------
 

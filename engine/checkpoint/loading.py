@@ -96,7 +96,7 @@ def load_checkpoint(
             strict=strict,
             moments=optimizer,
             gradients=not module_only,
-            client_values=decode(part["client_values"]),
+            client_values=_client_values(read, part),
         )
     except (KeyError, ValueError):
         raise  # found before anything was changed
@@ -136,6 +136,14 @@ def _read(path: str) -> _Read:
             raise IntegrityError(f"{part_path} cannot be understood: {error}", path=part_path) from error
         parts.append(part)
     return _Read(path=path, main=main, parts=parts, records=records)
+
+
+def _client_values(read: _Read, own: Mapping[str, Any]) -> dict[str, Any]:
+    """What a client's optimizer keeps besides tensors, of all ranks' parameters; of those cut in two this rank's own part."""
+    values: dict[str, Any] = {}
+    for part in (*read.parts, own):
+        values |= decode(part["client_values"])
+    return values
 
 
 def _restore_rank(engine: "TrainingEngine", read: _Read) -> None:

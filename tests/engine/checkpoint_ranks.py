@@ -89,6 +89,39 @@ def from_one_rank(folder: Path) -> dict[str, dict[str, list[float]]]:
     return found
 
 
+def with_client(kind: str) -> Any:
+    config = settings(optimizer={"type": kind, "params": {"lr": 1e-3}}, zero_optimization={"stage": 3})
+    return initialize(build(**ODD), config=config)[0]
+
+
+def client_state(engine: Any) -> dict[str, list[Any]]:
+    """By parameter and key: the elements [first, last) that this rank has, and their values."""
+    places = {place.name: place for place in engine.optimizer.master_slices()}
+    return {
+        f"{name} {key}": [places[name].first, places[name].last, tensor.reshape(-1).tolist()]
+        for (name, key), tensor in engine.optimizer.state_tensors().items()
+    }
+
+
+def clients(folder: Path) -> dict[str, Any]:
+    """State of torch's optimizers: what one process saved, as each rank has it; what the ranks saved; and a refusal."""
+    found: dict[str, Any] = {}
+    with with_client("NAdam") as engine:
+        engine.load_checkpoint(folder / "client one")
+        found["loaded"] = client_state(engine)
+        train(engine, 2, 3)
+        engine.save_checkpoint(folder / "client two")
+        found["saved"] = client_state(engine)
+    with with_client("Adafactor") as engine:
+        try:
+            engine.load_checkpoint(folder / "factored one")
+        except ValueError as error:
+            found["refused"] = str(error)
+    everybody: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everybody, found)
+    return {key: [of_one[key] for of_one in everybody] for key in found}
+
+
 def rules(folder: Path) -> dict[str, str]:
     """D-06: unlike tags, and a rank that saves alone."""
     found = {}
@@ -147,6 +180,7 @@ def main(folder: Path) -> None:
     dist.init_process_group("gloo")
     results = {"resumes": resumes(folder), "from one": from_one_rank(folder)}
     for_one_rank(folder)
+    results["clients"] = clients(folder)
     results["background"] = in_the_background(folder)
     results["fails"] = fails_on_one_rank(folder)
     results["rules"] = rules(folder)

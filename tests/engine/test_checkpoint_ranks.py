@@ -5,14 +5,29 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from checkpoint_ranks import ODD, fresh, placements, state
+from checkpoint_ranks import ODD, client_state, fresh, placements, state, with_client
 from safetensors.torch import load_file
 from small_model import batch
 
 SCRIPT = Path(__file__).with_name("checkpoint_ranks.py")
+
+
+def check_clients(found: dict[str, Any], of_one: dict[str, list[Any]], of_two: Path) -> None:
+    """State of torch's optimizers: 1 -> 2 ranks, 2 -> 1, and a refusal where a second rank would need half a matrix."""
+    with with_client("NAdam") as engine:
+        engine.load_checkpoint(of_two)
+        again = client_state(engine)
+    for whole, parts in ((of_one, found["loaded"]), (again, found["saved"])):
+        assert {key for part in parts for key in part} == set(whole)
+        for part in parts:
+            for key, (first, last, values) in part.items():
+                wanted = whole[key][2]
+                assert values == (wanted if len(wanted) == 1 else wanted[first:last]), key
+    assert all("resumes at the world size and stage it was saved at" in told for told in found["refused"])
 
 
 @pytest.mark.distributed
@@ -24,6 +39,14 @@ def test_checkpoints_move_between_placements_and_numbers_of_ranks(tmp_path: Path
             engine.step()
         engine.save_checkpoint(tmp_path / "from one")
         of_one = state(engine)
+    of_clients = {}
+    for folder, kind in (("client one", "NAdam"), ("factored one", "Adafactor")):
+        with with_client(kind) as engine:
+            for index in range(2):
+                engine.backward(engine(*batch(index, ODD["vocab"])))
+                engine.step()
+            engine.save_checkpoint(tmp_path / folder)
+            of_clients[folder] = client_state(engine)
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(SCRIPT.parent), *sys.path])}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(SCRIPT)]
     run = subprocess.run([*command, str(tmp_path)], check=False, capture_output=True, text=True, timeout=280, env=env)
@@ -43,6 +66,7 @@ def test_checkpoints_move_between_placements_and_numbers_of_ranks(tmp_path: Path
                 assert torch.equal(values, of_two[key]), f"2 -> 1 ranks, {name}: {key}"
     weights = load_file(tmp_path / "weights" / "model.safetensors")
     assert all(torch.equal(weights[name], of_two[f"{name} master"]) for name in weights)
+    check_clients(results["clients"], of_clients["client one"], tmp_path / "client two")
     assert len(results["background"]) == 4
     assert all(results["background"].values()), results["background"]
     assert results["fails"]["told"] == (

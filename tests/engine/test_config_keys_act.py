@@ -3,6 +3,8 @@
 import argparse
 import json
 import os
+import sys
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -87,6 +89,43 @@ def test_tensorboard_needs_its_package(tmp_path: Path) -> None:
     else:
         train(tensorboard=block)
         assert list(tmp_path.rglob("events.out.tfevents.*"))
+
+
+def test_tensorboard_gets_every_figure_of_every_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the package's writer replaced by one that only notes down what it is told."""
+    told: list[tuple[str, float, int]] = []
+    opened: list[str] = []
+
+    class SummaryWriter:
+        def __init__(self, folder: str) -> None:
+            opened.append(folder)
+
+        def add_scalar(self, name: str, value: float, samples: int) -> None:
+            told.append((name, value, samples))
+
+        def close(self) -> None:
+            opened.append("closed")
+
+    module = types.ModuleType("torch.utils.tensorboard")
+    module.SummaryWriter = SummaryWriter  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
+    block = {"enabled": True, "output_path": str(tmp_path), "job_name": "run"}
+    config = settings(gradient_accumulation_steps=2, tensorboard=block)
+    with initialize(build(**SMALL), config=config)[0] as engine:
+        losses = []
+        for index in range(6):
+            loss = engine(*batch(index))
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+        norm = engine.metrics().grad_norm
+    assert opened == [str(tmp_path / "run"), "closed"]
+    found = {(name, samples): value for name, value, samples in told}
+    means = [(losses[2 * step] + losses[2 * step + 1]) / 2 for step in range(3)]
+    assert [found["Train/Samples/train_loss", samples] for samples in (4, 8, 12)] == pytest.approx(means)
+    assert found["Train/Samples/lr", 12] == 1e-3
+    assert found["Train/Step/grad_norm", 12] == norm
+    assert found["Train/Step/peak_bytes/device", 4] > 0
 
 
 def test_a_prefetch_size_of_0_switches_the_look_ahead_off(tmp_path: Path) -> None:

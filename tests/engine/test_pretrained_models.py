@@ -2,6 +2,7 @@
 
 import json
 import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import nn
 from lamina.engine import initialize
 from lamina.zero import GatheredParameters, get_full
 
+MADE_BY_EVIL = Path(tempfile.gettempdir()) / "made by a pickle of lamina's tests"
 SMALL = {"width": 32, "hidden": 64, "blocks": 2}
 
 with pytest.MonkeyPatch.context() as _offline:
@@ -191,12 +193,68 @@ def test_d09_the_16_bit_save_is_whole_whatever_the_gather_key_says(gather: bool,
     assert sorted(os.listdir(tmp_path / "out")) == ["weights.safetensors"]
 
 
-def test_pickled_weights_are_not_read_and_indices_stay_inside(tmp_path: Path) -> None:
+def test_other_pickles_are_not_read_and_indices_stay_inside(tmp_path: Path) -> None:
     with initialize(build(**SMALL), config=settings())[0] as engine:
         (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x04.")
-        with pytest.raises(FileNotFoundError, match="pickled weights are not read"):
+        with pytest.raises(ValueError, match=r"pytorch_model\.bin cannot be read"):
+            engine.load_pretrained(tmp_path)
+        (tmp_path / "pytorch_model.bin").rename(tmp_path / "training_args.bin")
+        with pytest.raises(FileNotFoundError, match=r"no \.safetensors file and no pytorch_model\.bin"):
             engine.load_pretrained(tmp_path)
         index = {"weight_map": {"a": "../a.safetensors"}}
         (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
         with pytest.raises(ValueError, match="outside"):
             engine.load_pretrained(tmp_path)
+
+
+class Evil:
+    """What a pickle may do when it is loaded."""
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(MADE_BY_EVIL),)
+
+
+@pytest.mark.parametrize("form", ["one file", "sharded", "wrapped"])
+def test_consolidated_state_dicts_of_deepspeed_are_read(form: str, tmp_path: Path) -> None:
+    """As zero_to_fp32 writes them: fp32, names of the module, ties written twice; into bf16 with exact masters on NVMe."""
+    torch.manual_seed(3)
+    weights = {name: torch.randn_like(value) for name, value in build(**SMALL).state_dict().items()}
+    weights["head.weight"] = weights["embed.weight"]
+    (tmp_path / "w").mkdir()
+    if form == "sharded":
+        half = len(weights) // 2
+        parts = {
+            f"pytorch_model-{part + 1:05d}-of-00002.bin": dict(list(weights.items())[part * half :][: half + part])
+            for part in range(2)
+        }
+        index = {"metadata": {}, "weight_map": {name: file for file, part in parts.items() for name in part}}
+        (tmp_path / "w" / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    else:
+        wrapped = {"module": weights, "dp_world_size": 2, "optimizer": None}
+        parts = {"pytorch_model.bin": weights if form == "one file" else wrapped}
+    for file, content in parts.items():
+        torch.save(content, tmp_path / "w" / file)
+    config = settings(bf16={"enabled": True}, **on_nvme(tmp_path / "n"))
+    with initialize(build(**SMALL), config=config)[0] as engine:
+        report = engine.load_pretrained(tmp_path / "w")
+        assert (report.missing, report.unexpected) == ((), ())
+        for name, parameter in engine.module.named_parameters():
+            assert torch.equal(get_full(parameter, "master"), weights[name]), name
+        engine.backward(engine(*batch(0)))
+        engine.step()
+
+
+def test_state_dicts_that_would_run_code_are_refused(tmp_path: Path) -> None:
+    weights = build(**SMALL).state_dict()
+    for name, content in {"evil": {**weights, "x": Evil()}, "empty": {"a": 1}, "garbage": b"no zip file"}.items():
+        path = tmp_path / f"{name}.bin"
+        if isinstance(content, bytes):
+            path.write_bytes(content)
+        else:
+            torch.save(content, path)
+        with initialize(build(**SMALL), config=settings())[0] as engine:
+            before = [get_full(parameter) for parameter in engine.module.parameters()]
+            with pytest.raises(ValueError, match=rf"{name}\.bin (holds|cannot be read)"):
+                engine.load_pretrained(path)
+            assert all(map(torch.equal, before, [get_full(parameter) for parameter in engine.module.parameters()]))
+    assert not MADE_BY_EVIL.exists()
