@@ -3,7 +3,9 @@
 [Note: order of sums] Rings and trees add an element's values in an order that follows from its place in what is reduced, so
 that from three ranks on the same gradients would give other bits in another layout (a parameter that stays whole, another
 grouping). Here every rank gets everybody's values of its own part and adds them from rank 0 on, in fp32, with one rounding
-to a narrower dtype. A rank sends what it would send in a reduce-scatter.
+to a narrower dtype. A rank sends what it would send in a reduce-scatter, and gloo's own is slower (4 ranks, 8 Mi fp32
+elements: 107 ms, this: 35 ms). Sums of which every rank gets everything (stage 0) are gathered afterwards, and that is slower
+than gloo's all-reduce (65 ms, this: 113 ms); two values have one sum, so two ranks use gloo's.
 """
 
 from dataclasses import dataclass, field

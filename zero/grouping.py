@@ -29,7 +29,9 @@ class GroupLimits:
     def finer(self) -> Iterator["GroupLimits"]:
         """These, then ever finer ones; the last make a group of every module that has parameters of its own."""
         yield self
-        yield GroupLimits(tiny_numel=self.tiny_numel // 8, large_numel=self.large_numel, huge_numel=self.huge_numel)
+        for divisor in (8, 64):
+            tiny_numel = self.tiny_numel // divisor
+            yield GroupLimits(tiny_numel=tiny_numel, large_numel=self.large_numel, huge_numel=self.huge_numel)
         yield GroupLimits(tiny_numel=1, large_numel=self.large_numel // 32, huge_numel=self.huge_numel)
         yield GroupLimits(tiny_numel=0, large_numel=0, huge_numel=0)
 
@@ -181,12 +183,19 @@ def find_blocks(
 
 
 def _join_tiny(groups: Sequence[GroupSpec], tiny_numel: int) -> list[GroupSpec]:
+    """A group below ``tiny_numel`` takes in its successors until it is not; one that is large enough takes in tiny ones of as
+    much again at most, so that very many tiny modules give several groups, not one of any size."""
     joined: list[GroupSpec] = []
+    taken = 0  # what the last group has taken in since it was large enough
     for group in groups:
-        if joined and (group.numel < tiny_numel or joined[-1].numel < tiny_numel):
-            before = joined.pop()
-            name = before.name if before.numel >= group.numel else group.name
-            joined.append(GroupSpec(name=name, parameters=before.parameters + group.parameters))
-        else:
+        before = joined[-1] if joined else None
+        grows = before is not None and before.numel < tiny_numel
+        fits = group.numel < tiny_numel and taken + group.numel <= tiny_numel
+        if before is None or not (grows or fits):
             joined.append(group)
+            taken = 0
+            continue
+        name = before.name if before.numel >= group.numel else group.name
+        joined[-1] = GroupSpec(name=name, parameters=before.parameters + group.parameters)
+        taken = 0 if grows else taken + group.numel
     return joined

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -18,8 +19,10 @@ TIMEOUT_S = 100
 
 def on_two_hosts(folder: Path) -> Path:
     result = folder / "two"
-    result.mkdir()
-    with two_hosts() as names:
+    for made in (result, *(folder / f"disk of host {number}" for number in (0, 1))):
+        made.mkdir()
+    logs = [folder / f"host{number}.log" for number in (0, 1)]
+    with two_hosts() as names, ExitStack() as opened:
         hosts = []
         for number, name in enumerate(names):
             torchrun = [
@@ -27,7 +30,7 @@ def on_two_hosts(folder: Path) -> Path:
                 *("--nproc-per-node", str(RANKS_PER_HOST), "--master-addr", ADDRESSES[0], "--master-port", "29431"),
                 *(str(SCRIPT), str(folder / f"disk of host {number}"), str(result)),
             ]
-            log = open(folder / f"host{number}.log", "w")  # noqa: SIM115
+            log = opened.enter_context(logs[number].open("w"))
             environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "cable"}
             hosts.append(
                 subprocess.Popen(["ip", "netns", "exec", name, *torchrun], stdout=log, stderr=log, env=environment)
@@ -38,7 +41,7 @@ def on_two_hosts(folder: Path) -> Path:
             for host in hosts:
                 host.kill()
                 host.wait()
-    assert codes == [0, 0], "\n".join((folder / f"host{number}.log").read_text()[-2000:] for number in (0, 1))
+    assert codes == [0, 0], "\n".join(log.read_text()[-2000:] for log in logs)
     return result
 
 

@@ -55,6 +55,23 @@ def test_tiny_neighbours_are_joined() -> None:
     assert [len(members) for members in names(model, tiny_numel=1).values()] == [2] * 6
 
 
+def test_very_many_tiny_modules_give_groups_of_about_the_limit() -> None:
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(1500)))  # 72 elements each
+    groups = find_groups(model, tiny_numel=1 << 14)
+    assert sum(len(group.parameters) for group in groups) == 3000
+    assert all(1 << 14 <= group.numel <= 2 << 14 for group in groups[:-1])
+    assert 3 <= len(groups) <= 7
+
+
+def test_a_large_group_takes_in_a_tiny_neighbour_but_not_many() -> None:
+    sizes = [(100, 100), (1, 8), (1, 8), (100, 100), (1, 8)]
+    model = nn.Sequential(*(nn.Linear(*size, bias=False) for size in sizes))
+    assert [[name for name, _ in group.parameters] for group in find_groups(model, tiny_numel=12)] == [
+        ["0.weight", "1.weight"],
+        ["2.weight", "3.weight", "4.weight"],
+    ]
+
+
 def test_huge_blocks_are_split_along_their_children() -> None:
     groups = names(Model(), tiny_numel=1, huge_numel=5000)
     assert "blocks.0.first" in groups

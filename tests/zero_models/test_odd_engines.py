@@ -87,6 +87,7 @@ def test_integers_are_never_replaced_by_a_placeholder(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # torch's own, while it traces
+@pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")  # torch's own, while it loads inductor
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_compiled_modules_train_in_memory_and_are_refused_where_parameters_are_fetched(
