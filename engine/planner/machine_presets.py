@@ -1,6 +1,8 @@
 """Machines by name. Device bytes are what the driver leaves to programs, rates are vendors' figures of one
 direction."""
 
+from dataclasses import replace
+
 from lamina.engine.planner.errors import PlanError
 from lamina.engine.planner.machine import Machine
 from lamina.engine.planner.quantity import GB, GIB, MIB, TB
@@ -66,62 +68,50 @@ _DGX2 = _dgx(
     host_bandwidth=200 * GB,
 )
 
+_H100 = _dgx(
+    "h100",
+    devices=8,
+    device_gib=79.1,
+    host=2000 * GB,
+    half=989e12,
+    fp32=67e12,
+    hbm=3350 * GB,
+    link=50 * GB,
+    peer=450 * GB,
+    network=400 * GB,
+    nvme=(8, 30 * TB, 50 * GB, 30 * GB),
+    host_bandwidth=500 * GB,
+)
+
+_A100 = _dgx(
+    "a100-80",
+    devices=8,
+    device_gib=79.1,
+    host=2000 * GB,
+    half=312e12,
+    fp32=19.5e12,
+    hbm=2039 * GB,
+    link=25 * GB,
+    peer=300 * GB,
+    network=200 * GB,
+    nvme=(8, 30 * TB, 50 * GB, 28 * GB),
+    host_bandwidth=380 * GB,
+)
+
 _MACHINES = (
-    _dgx(
-        "h200",
-        devices=8,
-        device_gib=139.8,
-        host=2000 * GB,
-        half=989e12,
-        fp32=67e12,
-        hbm=4800 * GB,
-        link=50 * GB,
-        peer=450 * GB,
-        network=400 * GB,
-        nvme=(8, 30 * TB, 50 * GB, 30 * GB),
-        host_bandwidth=500 * GB,
-    ),
-    _dgx(
-        "h100",
-        devices=8,
-        device_gib=79.1,
-        host=2000 * GB,
-        half=989e12,
-        fp32=67e12,
-        hbm=3350 * GB,
-        link=50 * GB,
-        peer=450 * GB,
-        network=400 * GB,
-        nvme=(8, 30 * TB, 50 * GB, 30 * GB),
-        host_bandwidth=500 * GB,
-    ),
-    _dgx(
-        "a100-80",
-        devices=8,
-        device_gib=79.1,
-        host=2000 * GB,
-        half=312e12,
-        fp32=19.5e12,
-        hbm=2039 * GB,
-        link=25 * GB,
-        peer=300 * GB,
-        network=200 * GB,
-        nvme=(8, 30 * TB, 50 * GB, 28 * GB),
-        host_bandwidth=380 * GB,
-    ),
-    _dgx(
-        "a100-40",
-        devices=8,
-        device_gib=39.4,
-        host=1000 * GB,
-        half=312e12,
-        fp32=19.5e12,
-        hbm=1555 * GB,
-        link=25 * GB,
-        peer=300 * GB,
-        network=200 * GB,
-        nvme=(4, 15 * TB, 25 * GB, 14 * GB),
-        host_bandwidth=380 * GB,
+    replace(_H100, name="h200", device_bytes=int(139.8 * GIB), device_bandwidth=4800 * GB),
+    _H100,
+    _A100,
+    replace(
+        _A100,
+        name="a100-40",
+        device_bytes=int(39.4 * GIB),
+        host_bytes=1000 * GB,
+        nvme_bytes=15 * TB,
+        device_bandwidth=1555 * GB,
+        nvme_read_bandwidth=25 * GB,
+        nvme_write_bandwidth=14 * GB,
+        drives=4,
     ),
     _DGX2,
     Machine(

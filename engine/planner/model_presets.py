@@ -6,12 +6,8 @@ from lamina.engine.planner.errors import PlanError
 from lamina.engine.planner.model_shape import ModelShape
 
 
-def _gpt2(name: str, layers: int, hidden: int, heads: int) -> ModelShape:
-    return ModelShape(name=name, layers=layers, hidden=hidden, heads=heads, vocab=50257, positions=1024)
-
-
-def _gpt3(name: str, layers: int, hidden: int, heads: int) -> ModelShape:
-    return ModelShape(name=name, layers=layers, hidden=hidden, heads=heads, vocab=50257, positions=2048)
+def _gpt(name: str, layers: int, hidden: int, heads: int, *, positions: int = 1024) -> ModelShape:
+    return ModelShape(name=name, layers=layers, hidden=hidden, heads=heads, vocab=50257, positions=positions)
 
 
 def _llama(
@@ -32,20 +28,16 @@ def _llama(
     )
 
 
-def _infinity(name: str, layers: int, hidden: int, heads: int) -> ModelShape:
-    return ModelShape(name=name, layers=layers, hidden=hidden, heads=heads, vocab=50257, positions=1024)
-
-
 _MODELS = (
-    _gpt2("gpt2", 12, 768, 12),
-    _gpt2("gpt2-medium", 24, 1024, 16),
-    _gpt2("gpt2-large", 36, 1280, 20),
-    _gpt2("gpt2-xl", 48, 1600, 25),
-    _gpt3("gpt3-1.3b", 24, 2048, 16),
-    _gpt3("gpt3-2.7b", 32, 2560, 32),
-    _gpt3("gpt3-6.7b", 32, 4096, 32),
-    _gpt3("gpt3-13b", 40, 5120, 40),
-    _gpt3("gpt3-175b", 96, 12288, 96),
+    _gpt("gpt2", 12, 768, 12),
+    _gpt("gpt2-medium", 24, 1024, 16),
+    _gpt("gpt2-large", 36, 1280, 20),
+    _gpt("gpt2-xl", 48, 1600, 25),
+    _gpt("gpt3-1.3b", 24, 2048, 16, positions=2048),
+    _gpt("gpt3-2.7b", 32, 2560, 32, positions=2048),
+    _gpt("gpt3-6.7b", 32, 4096, 32, positions=2048),
+    _gpt("gpt3-13b", 40, 5120, 40, positions=2048),
+    _gpt("gpt3-175b", 96, 12288, 96, positions=2048),
     _llama("llama-7b", 32, 4096, 32, 11008),
     _llama("llama-13b", 40, 5120, 40, 13824),
     _llama("llama-33b", 60, 6656, 52, 17920),
@@ -72,11 +64,11 @@ _MODELS = (
         root_extra=2 * 1024 + 2 * 1024,  # token types and the embedding norm
         head_extra=1024 * 1024 + 1024,  # pooler
     ),
-    _infinity("infinity-0.1t", 80, 10240, 128),
-    _infinity("infinity-0.5t", 100, 20480, 160),
-    _infinity("infinity-1t", 128, 25600, 256),
-    _infinity("infinity-10t", 195, 65536, 512),
-    _infinity("infinity-100t", 315, 163840, 1024),
+    _gpt("infinity-0.1t", 80, 10240, 128),
+    _gpt("infinity-0.5t", 100, 20480, 160),
+    _gpt("infinity-1t", 128, 25600, 256),
+    _gpt("infinity-10t", 195, 65536, 512),
+    _gpt("infinity-100t", 315, 163840, 1024),
 )
 
 MODEL_PRESETS = {shape.name: shape for shape in _MODELS}
