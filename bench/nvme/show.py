@@ -143,8 +143,7 @@ def _choice_rows(found: PathOutcome) -> Iterator[tuple[str, ...]]:
                 rates = [score(runs) for point, runs in group.items() if getattr(point, field) == value]
                 cells.append(f"{max(rates) / 1e9:.2f}" if rates else "")
             shown = format_size(value) if field == "block_bytes" else value
-            name = "1 file" if (field, value) == ("files", 1) else name
-            yield (name.format(shown), *cells)
+            yield ("1 file" if (field, value) == ("files", 1) else name.format(shown), *cells)
 
 
 def _print_processes(report: Reporter, options: Options, found: PathOutcome) -> None:
