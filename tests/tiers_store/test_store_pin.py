@@ -434,6 +434,21 @@ def test_a_background_pin_that_the_disk_refuses_leaves_nothing(tmp_path: Path, o
     assert read_all(store) == state
 
 
+def test_whatever_goes_wrong_in_the_background_is_told(
+    tmp_path: Path, open_store: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_arguments: Any) -> None:
+        raise KeyError("a mistake of ours")
+
+    monkeypatch.setattr("lamina.tiers.nvme.pin.publish_temporary", broken)
+    store = open_store()
+    write_all(store, random_state(), 0)
+    pinned = store.pin(str(tmp_path / "ckpt"), background=True)
+    with pytest.raises(KeyError, match="a mistake of ours"):
+        pinned.wait()
+    assert not (tmp_path / "ckpt").exists()
+
+
 def test_an_open_update_in_place_keeps_its_files_from_being_pinned(tmp_path: Path, open_store: Open) -> None:
     store = open_store(generations=1)
     state = random_state()

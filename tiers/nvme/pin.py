@@ -110,7 +110,7 @@ class PinnedGeneration:
         def run() -> None:
             try:
                 work(self)
-            except (OSError, StoreError) as error:
+            except Exception as error:  # noqa: BLE001 - raised by wait()
                 self._error = error
                 remove_pinned(self.directory, self._manifest)
 
