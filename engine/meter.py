@@ -8,6 +8,7 @@ from lamina.zero import ZeroRuntime
 from lamina.zero.update import ROOM
 
 from .metrics import StepCosts, StepMetrics, lower_bound
+from .steering import Steering, StepWork
 
 
 @dataclass(kw_only=True)
@@ -41,6 +42,7 @@ class StepMeter:
         self._runtime = runtime
         self._disks = runtime.decision.links.disks
         self._io_before = self._io_bytes()
+        self.steering = Steering(runtime=runtime)
 
     def forward_took(self, began: float) -> None:
         """A forward pass that began then has just ended."""
@@ -79,6 +81,8 @@ class StepMeter:
             forward_backward_io_s=self._io_seconds(fetched, 0),
             update_io_s=self._io_seconds(max(0, read_bytes - fetched), written_bytes),
         )
+        if not facts.skipped:
+            self._steer(clock, costs, update.parameters, facts)
         links = {"nvme->host": read_bytes, "host->nvme": written_bytes} if runtime.store else {}
         return StepMetrics(
             step=facts.step,
@@ -103,6 +107,22 @@ class StepMeter:
             loss_scale=facts.loss_scale,
             skipped=facts.skipped,
             loss=facts.loss,
+        )
+
+    def _steer(self, clock: Clock, costs: StepCosts, parameters: int, facts: StepFacts) -> None:
+        """Updates under the backward pass and the pass itself slow each other down on the same cores: half of it each."""
+        passes, adam = costs.compute_s, costs.adam_s
+        if self._runtime.early_segments:
+            passes, adam = max(passes - adam / 2, passes / 2), adam / 2
+        forward = clock.forward_s / ((clock.forward_s + clock.backward_s) or 1.0)
+        self.steering.after_step(
+            StepWork(
+                forward_s=passes * forward,
+                backward_s=passes * (1 - forward),
+                adam_s=adam,
+                commit_s=facts.commit_s,
+                parameters=parameters,
+            )
         )
 
     def _io_seconds(self, read_bytes: int, written_bytes: int) -> float:

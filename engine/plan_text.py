@@ -1,7 +1,7 @@
 """The placement in print: what lies where, with its bytes, and why; which link binds, and what more of anything would give."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from lamina.tiers import Choice, Explanation, Tier, explain
@@ -16,6 +16,8 @@ class TrainingPlan:
     def __init__(self, settings: EngineConfig, runtime: ZeroRuntime) -> None:
         self._settings = settings
         self._runtime = runtime
+        self.changes: Sequence[str] = ()
+        """What was found and done while training, oldest first."""
         self._explained: tuple[Choice, Explanation] | None = None
 
     @property
@@ -46,6 +48,7 @@ class TrainingPlan:
         decision = self._runtime.decision
         return self.placement | {
             "links": {"source": decision.links.source, "rates": decision.links.model.as_dict()},
+            "changes": list(self.changes),
             "explanation": None if self.explanation is None else self.explanation.as_dict(),
         }
 
@@ -98,3 +101,4 @@ class TrainingPlan:
         if not any(decision.choice.question.times.forward_s):  # type: ignore[union-attr]
             yield "forward and backward were not measured yet: what follows counts them as nothing"
         yield str(explanation)
+        yield from self.changes

@@ -67,6 +67,7 @@ class TrainingEngine(EnginePersistence, EngineFace):
         self.scaler = scaler
         self.window = AccumulationWindow(config.gradient_accumulation_steps)
         self._meter = StepMeter(runtime)
+        plan.changes = self._meter.steering.notes
         self._monitors = monitors
         self._metrics: StepMetrics | None = None
         self._losses: list[torch.Tensor] = []

@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from .bandwidth import DISK, BandwidthModel
-from .homes import Budgets, SegmentSize, Wishes
-from .placement import Placement, PlacementError, place
+from .homes import Budgets, Home, SegmentSize, Wishes
+from .placement import Placement, PlacementError, place, placement_at
 from .simulate import Simulation, simulate
 from .step_model import ComputeTimes, StepModel, model_step
 from .tier import Tier
@@ -42,6 +42,18 @@ class PlacementQuestion:
             generations=self.generations,
             together=self.together,
             state_first=state_first,
+        )
+
+    def placement_at(self, homes: Mapping[str, Home], *, like: Placement) -> Placement:
+        """What segments at given homes need, with the update buffers of another placement. Budgets are not looked at."""
+        return placement_at(
+            self.segments,
+            homes,
+            self.budgets,
+            self.wishes,
+            like=like,
+            generations=self.generations,
+            together=self.together,
         )
 
     def step(self, placement: Placement) -> StepModel:

@@ -230,3 +230,19 @@ def place(
         together=together,
         state_first=state_first,
     ).search()
+
+
+def placement_at(
+    segments: Sequence[SegmentSize],
+    homes: Mapping[str, Home],
+    budgets: Budgets,
+    wishes: Wishes,
+    *,
+    like: Placement,
+    generations: int = 2,
+    together: Sequence[Sequence[int]] = (),
+) -> Placement:
+    """The placement with segments at given homes and the update buffers of ``like``, whether or not the budgets hold it."""
+    planner = _Planner(segments=segments, budgets=budgets, wishes=wishes, generations=generations, together=together)
+    staging = planner.staging_bytes(like.sub_group_numel)
+    return planner.placement(dict(homes), like.sub_group_numel, staging, [])

@@ -3,7 +3,8 @@
 from dataclasses import dataclass, field, replace
 
 from .bandwidth import Measured
-from .choice import Choice, choose
+from .choice import Choice, PlacementQuestion, choose
+from .step_model import ComputeTimes
 
 WORTH_MOVING = 0.05
 """A new placement must promise to make a step shorter by this share before anything is moved."""
@@ -11,9 +12,11 @@ WORTH_MOVING = 0.05
 
 @dataclass(frozen=True, kw_only=True)
 class Revision:
-    """What a change of a link's rates means: the prediction for the placement that there is, and the better one, if any."""
+    """What a change of a link's rates (or of the times of computing) means: the prediction for the placement that there is,
+    and the better one, if any."""
 
     link: str
+    """Empty when it was the times of computing that changed."""
     factor: float
     """How many times slower than first modelled the link counts as."""
     expected_step_s: float
@@ -22,10 +25,12 @@ class Revision:
     better: Choice | None
 
     def __str__(self) -> str:
-        told = (
-            f"{self.link} is {self.factor:.2f} times slower than first measured: a step now takes {self.expected_step_s:.3f} s "
-            f"at best {self.lower_bound_s:.3f} s"
+        what = (
+            f"{self.link} is {self.factor:.2f} times slower than first measured"
+            if self.link
+            else "compute was measured"
         )
+        told = f"{what}: a step now takes {self.expected_step_s:.3f} s, at best {self.lower_bound_s:.3f} s"
         if self.better is None:
             return f"{told}; the placement stays, since no other would be {WORTH_MOVING:.0%} faster"
         return f"{told}; another placement would take {self.better.predicted.step_s:.3f} s"
@@ -46,14 +51,21 @@ class Replanner:
         question = self.choice.question
         if not question.links.observe(measured):
             return None
+        return self._revise(question, measured.link)
+
+    def with_times(self, times: ComputeTimes) -> Revision:
+        """Reckon with these times of computing from now on."""
+        return self._revise(replace(self.choice.question, times=times), "")
+
+    def _revise(self, question: PlacementQuestion, link: str) -> Revision:
         expected = question.predict(self.choice.placement)
         other = choose(question)
         gain = 1 - other.predicted.step_s / expected.step_s if expected.step_s else 0.0
         better = other if gain >= WORTH_MOVING and other.placement.homes != self.choice.placement.homes else None
-        self.choice = replace(self.choice, predicted=expected)
+        self.choice = replace(self.choice, question=question, predicted=expected)
         revision = Revision(
-            link=measured.link,
-            factor=question.links.factor(measured.link),
+            link=link,
+            factor=question.links.factor(link) if link else 1.0,
             expected_step_s=expected.step_s,
             lower_bound_s=expected.lower_bound_s,
             better=better,

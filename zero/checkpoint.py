@@ -197,6 +197,8 @@ def _same_part(runtime: "ZeroRuntime", source: CheckpointSource) -> RankPart | N
         mine.same_shard(theirs) and mine.pinned == theirs.pinned
         for mine, theirs in zip(wanted, part.record.segments, strict=True)
     )
+    if same and part.record.has_pinned and runtime.store is not None:
+        same = part.pinned().shards == runtime.store.shards
     return part if same else None
 
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -60,6 +60,17 @@ class StepOutcome:
     skipped: bool = False  # the gradient was not finite and nothing was changed
 
 
+class Migrating(Protocol):
+    """State that changes its home with the generation that a step writes."""
+
+    def before_generation(self) -> None: ...
+
+    def write(self, transaction: Transaction) -> None:
+        """Everything is updated: what moves is written, too."""
+
+    def generation_dropped(self) -> None: ...
+
+
 class TieredAdam(PlainOptimizer):
     """Adam or AdamW whose state lives on any tier. ``param_groups`` can be changed between steps as with torch.
 
@@ -93,6 +104,7 @@ class TieredAdam(PlainOptimizer):
         self._norms: dict[int, list[float]] = {}
         self._updated: dict[int, frozenset[int]] = {}
         self._group_of: dict[int, int] = {}  # index of each parameter's param group, found when it is asked for
+        self.migration: Migrating | None = None
         self.clip_norm = clip_norm
         self.retain_gradients = retain_gradients
         self.param_steps: dict[int, int] = {
@@ -225,6 +237,8 @@ class TieredAdam(PlainOptimizer):
         if segment.stored_planes and self._transaction is None:
             if self._store is None:
                 raise RuntimeError(f"{segment.name} has NVMe-resident state but no store")
+            if self.migration is not None:
+                self.migration.before_generation()
             self._transaction = self._store.begin()
         return self._transaction
 
@@ -274,12 +288,16 @@ class TieredAdam(PlainOptimizer):
     def _end_window(self, *, commit: bool, step: int) -> None:
         """Close the window, whatever happens in it; when the commit fails no step was counted."""
         transaction, self._transaction = self._transaction, None
+        committed = False
         try:
             if commit:
                 self._commit(transaction, step)
+                committed = True
         finally:
             if transaction is not None:
                 transaction.abort()  # does nothing after a commit
+                if not committed and self.migration is not None:
+                    self.migration.generation_dropped()
             self._early.clear()
             self._norms.clear()
             self._updated.clear()
@@ -297,6 +315,8 @@ class TieredAdam(PlainOptimizer):
                 if segment.replicated and segment.layout.world_size > 1 and segment.flat is not None:
                     self._ranks.all_gather(segment.flat)
             if transaction is not None:
+                if self.migration is not None:
+                    self.migration.write(transaction)
                 transaction.copy_rest()
                 transaction.commit(step, self.generation_meta())
         except BaseException:

@@ -1,6 +1,8 @@
 """Puts the pieces together for one module on one rank: groups, placement, arenas, store, executor, updater, hooks."""
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -33,6 +35,7 @@ from .gradients import Gradients
 from .grouping import find_blocks
 from .initial_state import InitialState
 from .kernels import Kernels
+from .migration import Migration
 from .optimizer import TieredAdam
 from .options import ZeroOptions
 from .recompute import Recomputer
@@ -86,7 +89,7 @@ class ZeroRuntime:
         for segment in self.segments:
             segment.client = options.client is not None
         for segment in self.segments:
-            self._settle(segment, self.placement.homes[segment.name])
+            self.settle_home(segment, self.placement.homes[segment.name])
         self._check_memory()
         self.device = self._arena(Tier.DEVICE, options.budgets.device_bytes, self.placement.device_bytes)
         self.host = self._arena(Tier.HOST, options.budgets.host_bytes, self.placement.host_bytes)
@@ -122,12 +125,14 @@ class ZeroRuntime:
         )
         self._closing.callback(self.updater.close)
         self.gradients.wait_for_room = self.updater.wait_for_a_job
+        self.migration = Migration(self)
         self.optimizer: TieredAdam | ClientOptimizer | None = None
         self.collector: GradientCollector | None = None
-        self.early_segments = [segment for segment in self.segments if self._may_update_early(segment)]
+        self.early_segments = [
+            segment for segment in self.segments if self._may_update_early(segment, segment.state_tier)
+        ]
         if options.trains and not self.placement.scratch_bytes:
-            keeps = options.wishes.retain_gradients
-            self.gradients.reserve(set() if keeps else {id(segment) for segment in self.early_segments})
+            self.gradients.reserve(self.transient_gradients(self.placement.homes))
         if options.trains:
             self.optimizer = self._client() or TieredAdam(
                 params,
@@ -141,6 +146,8 @@ class ZeroRuntime:
                 clip_norm=options.clip_norm,
                 retain_gradients=options.wishes.retain_gradients,
             )
+            if isinstance(self.optimizer, TieredAdam):
+                self.optimizer.migration = self.migration
             reducer = None
             if self.ranks.world_size > 1:
                 reducer = Reducer(self.segments, self.gradients, self.ranks, self.executor.make_room)
@@ -221,7 +228,8 @@ class ZeroRuntime:
             clip_norm=self.options.clip_norm,
         )
 
-    def _settle(self, segment: Segment, home: Home) -> None:
+    def settle_home(self, segment: Segment, home: Home) -> None:
+        """Note where a segment is at home, and whether compute can use it there."""
         segment.param_tier, segment.state_tier = home.param, home.state
         segment.in_place = segment.persistent or home.param in self.options.wishes.in_place_tiers
 
@@ -245,10 +253,17 @@ class ZeroRuntime:
         return arena
 
     def _open_store(self) -> GenerationStore | None:
-        shards = [segment.shard_spec() for segment in self.segments if segment.stored_planes]
-        if not shards:
+        stored = [segment.name for segment in self.segments if segment.stored_planes]
+        if not stored:
             return None
         options = self.options
+        # Whatever may come to live there later is known to the store, and left out of it for now.
+        later = [s.name for s in self.segments if self.can_move and s.trainable and not s.stored_planes]
+        shards = [
+            replace(segment.shard_spec(), planes=segment.planes) if segment.name in later else segment.shard_spec()
+            for segment in self.segments
+            if segment.name in (*stored, *later)
+        ]
         self.io = options.open_io()
         self._closing.callback(self.io.close)
         store = GenerationStore.open(
@@ -260,6 +275,7 @@ class ZeroRuntime:
             generations=options.generations,
             verify=options.verify,
             discard_torn=options.resume is False or not options.keep_state,
+            left_out=later,
         )
         self._closing.callback(lambda: store.close(remove=not options.keep_state))
         return store
@@ -347,10 +363,43 @@ class ZeroRuntime:
     def _grad_dtype(self, segment: Segment) -> torch.dtype:
         return self.options.grad_dtype or segment.dtype
 
-    def _may_update_early(self, segment: Segment) -> bool:
+    def _may_update_early(self, segment: Segment, state_tier: Tier) -> bool:
         """Only what is on NVMe: there the old state stays until the commit. Several ranks must first agree on what is used."""
         wanted = self.options.wishes.overlap_update and self.ranks.world_size == 1 and not self.placement.scratch_bytes
-        return wanted and segment.trainable and segment.state_tier is Tier.NVME
+        return wanted and segment.trainable and state_tier is Tier.NVME
+
+    def transient_gradients(self, homes: Mapping[str, Home]) -> set[int]:
+        """Ids of the segments whose gradient is given up as soon as it was used, at these homes."""
+        if self.options.wishes.retain_gradients:
+            return set()
+        return {id(s) for s in self.segments if self._may_update_early(s, homes[s.name].state)}
+
+    @property
+    def can_move(self) -> bool:
+        """Whether homes may change while training: one rank without an accelerator, lamina's own optimizer, state that no
+        later process looks for, and old generations that stay while the next is written."""
+        options = self.options
+        return (
+            self.decision.choice is not None
+            and self.ranks.world_size == 1
+            and options.accelerator is None
+            and options.client is None
+            and options.trains
+            and not options.keep_state
+            and options.generations > 1
+            and not self.placement.scratch_bytes
+        )
+
+    def homes_changed(self) -> None:
+        """Let everything that goes by homes take up the present ones. Between two steps."""
+        self.early_segments = [
+            segment for segment in self.segments if self._may_update_early(segment, segment.state_tier)
+        ]
+        self.gradients.reserve(self.transient_gradients(self.placement.homes))
+        if self.collector is not None:
+            self.collector.update_early(self.early_segments)
+        self.executor.homes_changed()
+        self.state.homes_changed(watch_in_place=any(segment.in_place for segment in self.early_segments))
 
     # -- the life of a step --------------------------------------------------------------------------------------------
 
@@ -388,6 +437,7 @@ class ZeroRuntime:
 
     def finish_step(self) -> None:
         """After the optimizer's step: the fetched copies are stale, the next step's first groups can be fetched."""
+        self.migration.after_commit()
         self.executor.end_step()
 
     def drop_window(self) -> None:

@@ -2,9 +2,10 @@
 
 import threading
 import time
+from dataclasses import replace
 from typing import Any
 
-from lamina.aio_native import AsyncIO, Read
+from lamina.aio_native import AsyncIO, IOStats, Read
 
 
 class ThrottledHandle:
@@ -51,6 +52,11 @@ class ThrottledIO:
             self.busy_s += seconds
             self._free_at = max(self._free_at, time.monotonic()) + seconds
             return self._free_at
+
+    def stats(self) -> IOStats:
+        """As if the one disk had been busy for as long as the bucket was drawn on."""
+        real = self._io.stats()
+        return replace(real, devices=tuple(replace(device, busy_s=self.busy_s) for device in real.devices))
 
     def read(self, file: Any, buffer: Any, offset: int = 0, **options: Any) -> Any:
         ready = self._ready(memoryview(buffer).nbytes / self.read_rate)

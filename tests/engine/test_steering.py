@@ -1,0 +1,133 @@
+"""The engine moves state while it trains, where what was measured says that it pays: same bits, told in engine.plan."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lamina.aio_native import DeviceStats, DirectionStats, IOStats
+from lamina.engine import TrainingEngine, initialize
+from lamina.engine.steering import Steering, disk_work
+from lamina.tiers import Choice, ComputeTimes
+from lamina.tiers.bandwidth import DISK
+
+WIDTH = 128
+KIB = 1 << 10
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + torch.tanh(block(x))
+        return x.square().mean()
+
+
+def start(path: Path) -> TrainingEngine:
+    torch.manual_seed(0)
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_clipping": 1.0,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "tiers": {"nvme": [str(path)], "device_bytes": 200 * KIB, "host_bytes": 1700 * KIB},
+    }
+    return initialize(Net(), config=config)[0]
+
+
+def train(engine: TrainingEngine, steps: int) -> list[float]:
+    losses = []
+    for step in range(steps):
+        x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step))
+        loss = engine(x)
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def at_rest(_: Steering, __: Choice) -> None:
+    """Nothing new is known of the times of computing."""
+
+
+def test_much_compute_moves_memory_from_parameters_to_optimizer_states(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compute that hides all fetches of parameters, and an update that the disk binds."""
+    monkeypatch.setattr(Steering, "_new_times", at_rest)
+    with start(tmp_path / "stays") as engine:
+        losses = train(engine, 8)
+        assert engine.plan.changes == []
+
+    def long_passes(steering: Steering, choice: Choice) -> ComputeTimes | None:
+        if steering._steps != 3:
+            return None
+        link, question = choice.question.links.link(DISK), choice.question
+        passes_s = 20 * sum(link.read_s(s.full_bytes) for s in question.segments)
+        return ComputeTimes.proportional(
+            question.segments, forward_s=passes_s, backward_s=2 * passes_s, adam_elements_per_s=1e12
+        )
+
+    monkeypatch.setattr(Steering, "_new_times", long_passes)
+    with start(tmp_path / "moves") as engine:
+        before = engine.plan.placement
+        found = train(engine, 8)
+        after = engine.plan.placement
+        assert found == losses
+        assert engine.runtime.decision.choice is not None
+        assert engine.runtime.decision.choice.placement is engine.runtime.placement
+        told = " ".join(engine.plan.changes)
+        assert "another placement would take" in told, told
+
+    def states_in_memory(plan: dict[str, Any]) -> int:
+        return sum(home["state"] != "nvme" for home in plan["homes"].values())
+
+    assert states_in_memory(after) > states_in_memory(before)
+    assert after["tiers"]["host"]["bytes"] <= 1700 * KIB
+
+
+def stats(*devices: tuple[int, int, float]) -> IOStats:
+    """Bytes read, bytes written and busy seconds of each device."""
+
+    def direction(nbytes: int) -> DirectionStats:
+        return DirectionStats(
+            bytes=nbytes,
+            operations=1,
+            errors=0,
+            latency_s=0.0,
+            max_latency_s=0.0,
+            bounced_bytes=0,
+            busy_s=0.0,
+            histogram=(),
+        )
+
+    return IOStats(
+        backend="threads",
+        devices=tuple(
+            DeviceStats(
+                device=number,
+                idle_s=0.0,
+                busy_s=busy,
+                mean_depth=1.0,
+                inflight=0,
+                max_inflight=1,
+                inflight_bytes=0,
+                max_inflight_bytes=0,
+                read=direction(read),
+                write=direction(written),
+                sync=direction(0),
+            )
+            for number, (read, written, busy) in enumerate(devices)
+        ),
+    )
+
+
+def test_the_busiest_of_the_disks_tells_how_long_a_step_took_them() -> None:
+    done = disk_work(stats((100, 50, 1.0)), stats((300, 60, 1.5), (40, 20, 2.0)))
+    assert (done.read_bytes, done.written_bytes, done.busy_s) == (240, 30, 2.0)
+    assert done == replace(done, link=DISK)

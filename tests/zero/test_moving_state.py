@@ -1,0 +1,190 @@
+"""Segments change their homes while training goes on: the same bits as without, memory given back, failures without harm."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lamina.engine import TrainingEngine, initialize
+from lamina.tiers import Home, Placement, Tier
+from lamina.zero import get_full
+
+MIB = 1 << 20
+DEVICE, HOST, NVME = Tier.DEVICE, Tier.HOST, Tier.NVME
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.ModuleList(nn.Linear(48, 48) for _ in range(4))
+        self.out = nn.Linear(48, 7)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.inner:
+            x = torch.tanh(layer(x))
+        return self.out(x).square().mean()
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def start(path: Path, **settings: Any) -> TrainingEngine:
+    torch.manual_seed(0)
+    tiers = {"nvme": [str(path)], "device_bytes": MIB, "host_bytes": 2 * MIB} | settings.pop("tiers", {})
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_clipping": 0,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "tiers": tiers,
+    }
+    return initialize(Net(), config=config | settings)[0]
+
+
+def placed(engine: TrainingEngine, homes: dict[int, tuple[Tier, Tier]]) -> Placement:
+    """The present placement with some segments (by number) elsewhere."""
+    runtime = engine.runtime
+    choice = runtime.decision.choice
+    assert choice is not None
+    wanted = dict(runtime.placement.homes)
+    for index, (param, state) in homes.items():
+        wanted[runtime.segments[index].name] = Home(param=param, state=state)
+    return choice.question.placement_at(wanted, like=runtime.placement)
+
+
+def train(engine: TrainingEngine, first: int, last: int) -> list[float]:
+    losses = []
+    for step in range(first, last):
+        x = torch.randn(3, 48, generator=torch.Generator().manual_seed(step))
+        loss = engine(x.to(next(engine.module.parameters()).dtype))
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def masters(engine: TrainingEngine) -> list[torch.Tensor]:
+    planes = [get_full(p, plane) for p in engine.module.parameters() for plane in ("master", "exp_avg", "exp_avg_sq")]
+    return [plane for plane in planes if plane is not None]
+
+
+def start_on_nvme(path: Path, **settings: Any) -> TrainingEngine:
+    """Budgets that leave most of the optimizer state on NVMe."""
+    tiers = {"host_bytes": 200_000, "device_bytes": 60_000, "keep_state": settings.pop("keep_state", False)}
+    return start(path, tiers=tiers, **settings)
+
+
+def reference(tmp_path: Path, steps: int, **settings: Any) -> tuple[list[float], list[torch.Tensor]]:
+    with start_on_nvme(tmp_path / "reference", **settings) as engine:
+        return train(engine, 0, steps), masters(engine)
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("clipping", [0.0, 0.5])
+def test_state_comes_and_goes_bit_for_bit(tmp_path: Path, bf16: bool, clipping: float) -> None:
+    settings = {"bf16": {"enabled": bf16}, "gradient_clipping": clipping}
+    losses, ends = reference(tmp_path, 12, **settings)
+    with start_on_nvme(tmp_path / "moved", **settings) as engine:
+        runtime = engine.runtime
+        kept = [(s.param_tier, s.state_tier) for s in runtime.segments]
+        found = train(engine, 0, 2)
+        on_nvme = [index for index, s in enumerate(runtime.segments) if s.state_tier is NVME]
+        in_memory = [index for index, s in enumerate(runtime.segments) if s.state_tier is not NVME]
+        assert on_nvme
+        first = on_nvme[0]
+        swap = {first: (HOST, HOST)} | dict.fromkeys(in_memory[:1], (NVME, NVME))
+        target = placed(engine, swap)
+        assert runtime.migration.obstacle(target) is None
+        runtime.migration.begin(target)
+        found += train(engine, 2, 5)
+        assert not runtime.migration.under_way
+        assert (runtime.segments[first].param_tier, runtime.segments[first].state_tier) == (HOST, HOST)
+        assert runtime.segments[first].name not in [shard.name for shard in runtime.store.shards]  # type: ignore[union-attr]
+        assert runtime.host.used <= runtime.host.nbytes
+        back = placed(engine, {index: kept[index] for index in swap})
+        assert runtime.migration.obstacle(back) is None
+        runtime.migration.begin(back)
+        found += train(engine, 5, 12)
+        assert [(s.param_tier, s.state_tier) for s in runtime.segments] == kept
+        assert found == losses
+        assert all(torch.equal(left, right) for left, right in zip(masters(engine), ends, strict=True))
+
+
+def swap(engine: TrainingEngine) -> Placement:
+    """The first segment whose state is on NVMe changes places with the first one whose state is in memory."""
+    segments = engine.runtime.segments
+    goes = next(index for index, s in enumerate(segments) if s.state_tier is not NVME)
+    comes = next(index for index, s in enumerate(segments) if s.state_tier is NVME)
+    return placed(engine, {comes: (HOST, HOST), goes: (NVME, NVME)})
+
+
+def test_a_step_that_fails_puts_the_move_off(tmp_path: Path) -> None:
+    losses, ends = reference(tmp_path, 6)
+    with start_on_nvme(tmp_path / "moved") as engine:
+        runtime = engine.runtime
+        found = train(engine, 0, 2)
+        target = swap(engine)
+        runtime.migration.begin(target)
+        before = runtime.store.shards  # type: ignore[union-attr]
+        engine.backward(engine(torch.ones(3, 48)))
+        engine.zero_grad()  # updates that were started early are dropped, and with them the generation
+        assert runtime.store.shards == before  # type: ignore[union-attr]
+        assert runtime.migration.under_way
+        found += train(engine, 2, 6)
+        assert not runtime.migration.under_way
+        assert runtime.placement is target
+        assert found == losses
+        assert all(torch.equal(left, right) for left, right in zip(masters(engine), ends, strict=True))
+
+
+@pytest.mark.parametrize("steps_after", [0, 1, 2])
+def test_a_checkpoint_of_any_moment_of_a_move_loads_bit_for_bit(tmp_path: Path, steps_after: int) -> None:
+    losses, ends = reference(tmp_path, 8)
+    with start_on_nvme(tmp_path / "moved") as engine:
+        train(engine, 0, 2)
+        engine.runtime.migration.begin(swap(engine))
+        train(engine, 2, 2 + steps_after)
+        engine.save_checkpoint(str(tmp_path / "saved"))
+        train(engine, 2 + steps_after, 5)
+        engine.load_checkpoint(str(tmp_path / "saved"))
+        found = train(engine, 2 + steps_after, 8)
+        assert found == losses[2 + steps_after :]
+        assert all(torch.equal(left, right) for left, right in zip(masters(engine), ends, strict=True))
+    with start_on_nvme(tmp_path / "another") as engine:
+        engine.load_checkpoint(str(tmp_path / "saved"))
+        assert train(engine, 2 + steps_after, 8) == losses[2 + steps_after :]
+
+
+def test_parameters_alone_move_to_where_their_state_is_and_back(tmp_path: Path) -> None:
+    losses, _ = reference(tmp_path, 8)
+    with start_on_nvme(tmp_path / "moved") as engine:
+        runtime = engine.runtime
+        found = train(engine, 0, 2)
+        last = len(runtime.segments) - 1
+        assert (runtime.segments[last].param_tier, runtime.segments[last].state_tier) == (DEVICE, NVME)
+        target = placed(engine, {last: (NVME, NVME)})
+        assert runtime.migration.obstacle(target) is None
+        runtime.migration.begin(target)
+        found += train(engine, 2, 5)
+        assert not runtime.segments[last].in_place
+        runtime.migration.begin(placed(engine, {last: (DEVICE, NVME)}))
+        found += train(engine, 5, 8)
+        assert runtime.segments[last].in_place
+        assert found == losses
+
+
+def test_what_cannot_move_is_told(tmp_path: Path) -> None:
+    with start_on_nvme(tmp_path / "a") as engine:
+        everything = placed(engine, dict.fromkeys(range(4), (HOST, HOST)))
+        assert "it " in str(engine.runtime.migration.obstacle(everything))
+        most = placed(engine, dict.fromkeys(range(3), (HOST, HOST)))
+        assert "no hole of the host tier" in str(engine.runtime.migration.obstacle(most))
+    with start_on_nvme(tmp_path / "b", keep_state=True) as engine:
+        assert "state stays where it is" in str(engine.runtime.migration.obstacle(engine.runtime.placement))
