@@ -56,9 +56,13 @@ class Steering:
         if self.runtime.migration.under_way:
             return  # its transfers are not those of a usual step
         if self._pending is not None:
-            replanner.adopt(self._pending)
-            self.runtime.decision = replace(self.runtime.decision, choice=self._pending)
-            self._pending = None
+            pending, self._pending = self._pending, None
+            if self.runtime.placement is pending.placement:
+                replanner.adopt(pending)
+                self.runtime.decision = replace(self.runtime.decision, choice=pending)
+                self._note("the state was moved")
+            else:
+                self._note("the placement stays: the disk has no room for files that hold more")
             return
         self._steps += 1
         self._work.append(work)

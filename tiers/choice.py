@@ -12,6 +12,8 @@ from .step_model import ComputeTimes, StepModel, model_step
 from .tier import Tier
 
 MAX_CANDIDATES = 9
+MAX_COMPARED = 600
+"""Segments times candidates: with more of them fewer candidates are compared, since the choice is made while users wait."""
 WORTH_IT = 0.005
 """Another candidate must be this much faster, as a share, to be taken instead of the usual one."""
 LINK_WORDS = {DISK: "the disk", "host->device": "the way to the device", "compute": "compute"}
@@ -98,17 +100,17 @@ class Choice:
         return cls(question=question, placement=placement, predicted=predicted, tried={0: predicted.step_s})
 
 
-def choose(question: PlacementQuestion) -> Choice:
+def choose(question: PlacementQuestion, *, usual: Placement | None = None) -> Choice:
     """The best of a few placements that differ in whether memory goes to parameters or to optimizer states first.
 
-    The usual order (parameters first) is kept unless another is clearly faster. Raises PlacementError when the budgets
-    cannot work.
+    The usual order (parameters first) is kept unless another is clearly faster; ``usual`` is its placement where that is
+    known already. Raises PlacementError when the budgets cannot work.
     """
     best: Choice | None = None
     tried: dict[int, float] = {}
     seen: dict[tuple[tuple[str, Tier, Tier], ...], float] = {}
     for state_first in _candidates(sum(segment.trained for segment in question.segments)):
-        placement = question.place(state_first=state_first)
+        placement = usual if usual is not None and not state_first else question.place(state_first=state_first)
         key = tuple((name, home.param, home.state) for name, home in placement.homes.items())
         if key in seen:
             tried[state_first] = seen[key]
@@ -124,7 +126,7 @@ def choose(question: PlacementQuestion) -> Choice:
 
 def _candidates(number: int) -> Iterator[int]:
     """0 (parameters first) and up to ``number`` (states first) in a few even steps."""
-    steps = min(number, MAX_CANDIDATES - 1)
+    steps = min(number, MAX_CANDIDATES - 1, MAX_COMPARED // max(number, 1))
     yield from dict.fromkeys([0, *(round(number * index / steps) for index in range(1, steps + 1))]) if steps else [0]
 
 

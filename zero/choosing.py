@@ -49,5 +49,5 @@ def decide(question: PlacementQuestion, usual: Placement, options: ZeroOptions, 
     times = ComputeTimes.proportional(question.segments, forward_s=0.0, backward_s=0.0, adam_elements_per_s=adam)
     settled = replace(question, links=known.model, times=times)
     # State that is kept for a later process must lie where that one will look for it, whatever it measures.
-    choice = Choice.given(settled, usual) if options.keep_state else choose(settled)
+    choice = Choice.given(settled, usual) if options.keep_state else choose(settled, usual=usual)
     return Decision(placement=choice.placement, links=known, choice=choice)

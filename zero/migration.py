@@ -7,6 +7,7 @@ state is on NVMe are there, too: to leave memory they are let go of, to come the
 it is committed nothing has happened, so a failed or skipped step only puts a move off.
 """
 
+import contextlib
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
@@ -47,6 +48,9 @@ class Migration:
         moved = [s for s in runtime.segments if target.homes[s.name] != home_of(s)]
         if any(not s.trainable or s.persistent for s in moved):
             return "it moves frozen or persistent parameters"
+        nowhere_else = [s for s in moved if Tier.NVME not in (s.state_tier, target.homes[s.name].state)]
+        if any(target.homes[s.name].param is not s.param_tier for s in nowhere_else):
+            return "it moves parameters from one memory to another that are nowhere else"
         if all(target.homes[s.name].state is not Tier.NVME for s in runtime.segments if s.trainable):
             return "it would leave nothing of the state on nvme"
         return self._no_room(target)
@@ -66,8 +70,12 @@ class Migration:
 
     def before_generation(self) -> None:
         """Let the generation that is about to begin hold what leaves memory with it."""
-        if self._leaving:
+        if not self._leaving:
+            return
+        try:
             self._leave_out(besides=self._leaving)
+        except SpaceError:  # a checkpoint that was made meanwhile has the room
+            self._target, self._leaving = None, []
 
     def write(self, transaction: Transaction) -> None:
         """Into the generation, once everything is updated: the state that leaves memory."""
@@ -83,7 +91,8 @@ class Migration:
     def generation_dropped(self) -> None:
         """It is not going to be committed: what was to leave memory is still there and nowhere else."""
         if self._leaving:
-            self._leave_out()
+            with contextlib.suppress(SpaceError):
+                self._leave_out()
 
     def after_commit(self) -> bool:
         """Between two steps: complete the change if what leaves memory has arrived. True when homes have changed."""
@@ -118,7 +127,10 @@ class Migration:
             wanted = target.homes[segment.name].state
             if segment.trainable and wanted is not Tier.NVME and segment.state_tier is Tier.NVME:
                 self._take_state(segment, wanted)
-        self._leave_out()
+        with contextlib.suppress(
+            SpaceError
+        ):  # then what has left is carried over for nothing, which is slower, not wrong
+            self._leave_out()
         runtime.placement = target
         runtime.homes_changed()
         if {segment.name for segment in runtime.segments if not segment.in_place} - was_streamed:

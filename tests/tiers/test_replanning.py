@@ -170,8 +170,14 @@ def test_a_real_step_follows_a_path_that_is_throttled_in_mid_run(
     with engine:
         disk = opened[0]
         assert segment_sizes(engine.runtime)
+        links = engine.runtime.decision.choice.question.links  # type: ignore[union-attr]
         before = [step() for _ in range(5)][-1]
+        slower = links.factor(DISK)
         disk.slow_down(3.0)
         after = [step() for _ in range(6)][-1]
+        slower = links.factor(DISK) / slower
+        told = str(engine.plan)
+    assert slower == pytest.approx(3, rel=0.2), "the model follows what the steps measured"
+    assert "times slower than first measured" in told
     assert after[1] == pytest.approx(3 * before[1], rel=0.2)
     assert after[0] <= 1.1 * after[1] + 0.05
