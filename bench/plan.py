@@ -103,6 +103,9 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--explain", action="store_true", help="every figure of the recommended placement")
     group.add_argument("--option", help="explain or emit the placement with this label instead of the recommended one")
     group.add_argument("--plot", type=Path, metavar="FILE.png", help="bytes by tier and seconds by channel")
+    group.add_argument(
+        "--timeline", type=Path, metavar="FILE.png", help="the simulated step in lanes; also as FILE.json"
+    )
     group.add_argument("--emit-config", type=Path, metavar="FILE", help="write a config for initialize()")
     group.add_argument("--json", action="store_true", help="one line of JSON on stdout, the rest on stderr")
     group.add_argument("--quick", action="store_true", help="check only: two small configurations")
@@ -127,6 +130,8 @@ def main(argv: Sequence[str]) -> int:
         if item is None or not item.fits:
             raise PlanError(f"--emit-config: no config is written, {answer.reason}")
         emit_config(item)
+    if given.timeline is not None and (item is None or not item.fits):
+        raise PlanError(f"--timeline: there is no step to draw, {answer.reason}")
     print_plan(report, answer)
     if given.convention:
         print_conventions(report, answer, given.convention)
@@ -165,6 +170,10 @@ def _write_files(given: argparse.Namespace, report: Reporter, answer: Plan, item
 
         draw(answer, given.plot)
         report.line(f"plot written to {given.plot}")
+    if given.timeline is not None and item is not None:
+        from lamina.bench.timeline import write_timeline
+
+        report.line(write_timeline(item, given.timeline))
 
 
 def question_of(given: argparse.Namespace) -> Question:

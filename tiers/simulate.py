@@ -309,7 +309,9 @@ class _Machine:
             yield self.disk_channel.serve(READ, seconds, priority=priority, latency_s=latency)
         if model.up_bytes and self.up is not None:
             yield self.up_channel.serve(READ, self.up.read_s(model.up_bytes), latency_s=self.up.read.latency_s)
-        self.spans.add("fetch", model.name, seat.started, self.queue.now)
+        self.spans.add(
+            "nvme->host: parameters" if model.read_bytes else TO_DEVICE, model.name, seat.started, self.queue.now
+        )
         seat.arrival.fire(self.queue.now)
 
     def _evict(self, group: int) -> None:

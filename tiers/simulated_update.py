@@ -132,6 +132,7 @@ class SimulatedUpdater:
             transfer = self.disk_channel.serve(READ, seconds, priority=Priority.PREFETCH, latency_s=latency)
         else:
             transfer = _fired(self.queue.now)
+        self._note("nvme->host: optimizer", update.name, read_bytes, transfer)
         return _Flight(update=update, part=part, is_last=is_last, transfer=transfer)
 
     def _update(self, flight: _Flight) -> Generator[Signal, None, _Flight]:
@@ -145,9 +146,16 @@ class SimulatedUpdater:
             written = self.disk_channel.serve(WRITE, seconds, priority=Priority.WRITE_BACK, latency_s=latency)
         else:
             written = _fired(self.queue.now)
+        self._note("host->nvme: optimizer", flight.update.name, flight.part.write_bytes, written)
         if flight.is_last:
             self._job_done(flight.update)
         return _Flight(update=flight.update, part=flight.part, is_last=flight.is_last, transfer=written)
+
+    def _note(self, lane: str, name: str, nbytes: int, transfer: Signal) -> None:
+        """A span that ends with the transfer, where there is one."""
+        began = self.queue.now
+        if nbytes and self.spans.enabled:
+            transfer.when_fired(lambda: self.spans.add(lane, name, began, self.queue.now))
 
     def _adam(self, part: SubGroup) -> Signal:
         self.adam_s += part.adam_s

@@ -181,3 +181,24 @@ def test_preset_names_are_offered_in_help(capsys: pytest.CaptureFixture[str]) ->
     assert code == 0
     assert "llama-70b" in out
     assert machine_preset("h200").name in out
+
+
+def test_the_timeline_draws_the_simulated_step_and_keeps_its_trace(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    small = ["layers=4,hidden=256,heads=4", "--machine", "rtx4090", "--no-barrier"]
+    placement = ["--option", "ZeRO-3 param nvme, optimizer nvme"]
+    code, out, _ = run(capsys, *small, *placement, "--timeline", str(tmp_path / "t.png"))
+    assert code == 0
+    assert f"written to {tmp_path / 't.png'}" in out
+    assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
+    events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    lanes = {event["args"]["name"] for event in events if event["ph"] == "M"}
+    assert lanes >= {
+        "nvme->host: parameters",
+        "nvme->host: optimizer",
+        "host->nvme: optimizer",
+        "compute",
+        "Adam",
+    }
