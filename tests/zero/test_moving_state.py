@@ -184,7 +184,7 @@ def test_what_cannot_move_is_told(tmp_path: Path) -> None:
     with start_on_nvme(tmp_path / "a") as engine:
         everything = placed(engine, dict.fromkeys(range(4), (HOST, HOST)))
         assert "it " in str(engine.runtime.migration.obstacle(everything))
-        most = placed(engine, dict.fromkeys(range(3), (HOST, HOST)))
+        most = placed(engine, dict.fromkeys(range(3), (DEVICE, HOST)))
         assert "no hole of the host tier" in str(engine.runtime.migration.obstacle(most))
     with start_on_nvme(tmp_path / "b", keep_state=True) as engine:
         assert "state stays where it is" in str(engine.runtime.migration.obstacle(engine.runtime.placement))
