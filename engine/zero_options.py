@@ -17,7 +17,7 @@ from .config import ConfigError, EngineConfig
 from .optimizer_choice import OptimizerChoice
 
 TORCH_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-STATE_PLANE_NAMES = ("remainder", "master", "exp_avg", "exp_avg_sq")
+STATE_PLANE_NAMES = frozenset({"remainder", "master", "exp_avg", "exp_avg_sq"})
 LOOKAHEAD_GROUPS = 64
 IO_THREADS = 8
 
@@ -141,7 +141,7 @@ def _tiers_for(
 ) -> tuple[Tier, ...]:
     """Tiers that a plane may live on, fastest first."""
     asked = settings.placement()
-    names = STATE_PLANE_NAMES if plane == "exp_avg" else (plane,)
+    names = STATE_PLANE_NAMES - settings.absent_planes if plane == "exp_avg" else {plane}
     choices = {str(asked[name]) for name in names} - {"auto"}  # type: ignore[index]
     if in_memory and str(Tier.NVME) in choices:
         where = "offload_param" if plane == "param" else "offload_optimizer"

@@ -138,8 +138,7 @@ def _shares(config: EngineConfig) -> Iterator[Finding]:
             )
     state = {plane: asked[plane] for plane in ("remainder", "master", "exp_avg", "exp_avg_sq")}
     used = {plane: choice for plane, choice in state.items() if not isinstance(choice, dict)}
-    absent = {"fp32": ("remainder", "master"), "bf16": ("master",), "fp16": ("remainder",)}[config.compute_dtype]
-    tiers = {str(choice) for plane, choice in used.items() if plane not in absent} - {"auto"}
+    tiers = {str(choice) for plane, choice in used.items() if plane not in config.absent_planes} - {"auto"}
     if len(tiers) > 1:
         yield Finding(
             "tiers.placement",
@@ -195,7 +194,6 @@ def _placement(config: EngineConfig) -> Iterator[Finding]:
         yield Finding("tiers", message, (f"{_ZERO}.stage",), warns=True)
     if not isinstance(config.tiers.placement, dict):
         return
-    absent = {"fp32": ("remainder", "master"), "bf16": ("master",), "fp16": ("remainder",)}[config.compute_dtype]
     for plane, choice in config.tiers.placement.items():
         tiers = {tier for tier, share in choice.items() if share} if isinstance(choice, dict) else {choice}
         least = 3 if plane == "param" else 1
@@ -217,7 +215,7 @@ def _placement(config: EngineConfig) -> Iterator[Finding]:
         if device != "none" and {"cpu": "host", "nvme": "nvme"}[device] not in tiers and plane != "grad":
             message = f'decides where {plane} lies, not {_ZERO}.{block}.device "{device}"'
             yield Finding("tiers.placement", message, (f"{_ZERO}.{block}",), warns=True)
-        if plane in absent:
+        if plane in config.absent_planes:
             message = f"names {plane}, a plane that training in {config.compute_dtype} does not have"
             yield Finding("tiers.placement", message, ("fp16", "bf16"), warns=True)
 

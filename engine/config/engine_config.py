@@ -135,6 +135,16 @@ class EngineConfig(Block):
         return "bf16" if self.bf16.enabled else "fp32"
 
     @property
+    def absent_planes(self) -> frozenset[PlaneName]:
+        """Planes that training in this number format does not have."""
+        absent: dict[DTypeName, frozenset[PlaneName]] = {
+            "fp32": frozenset({"remainder", "master"}),
+            "bf16": frozenset({"master"}),
+            "fp16": frozenset({"remainder"}),
+        }
+        return absent[self.compute_dtype]
+
+    @property
     def grad_accum_dtype(self) -> DTypeName:
         """Number format in which gradients wait for the step."""
         if self.data_types.grad_accum_dtype is not None:

@@ -9,6 +9,7 @@ import pytest
 from small_model import batch, build
 
 from lamina.engine import TrainingEngine, initialize
+from lamina.tiers import Tier
 from lamina.tiers.device_identity import identify
 from lamina.tiers.profile import DiskProfile, MachineRates, Profile, Rate
 from lamina.tiers.profile_file import save_profile
@@ -147,3 +148,11 @@ def test_state_that_is_kept_lies_where_the_next_process_looks_for_it(
         with initialize(build(), config=config(tmp_path / "state", keep_state=True), resume=False)[0] as engine:
             homes.append(engine.plan.placement["homes"])
     assert homes[0] == homes[1]
+
+
+@pytest.mark.parametrize("absent", ["device", "host", "nvme"])
+def test_a_plane_that_the_format_does_not_have_sways_nothing(tmp_path: Path, absent: str) -> None:
+    wanted = {"exp_avg": "nvme", "exp_avg_sq": "nvme"}
+    asked = config(tmp_path, placement=wanted | {"master": absent}) | {"zero_optimization": {"stage": 3}}
+    with start(asked) as engine:
+        assert {home.state for home in engine.runtime.placement.homes.values()} == {Tier.NVME}
