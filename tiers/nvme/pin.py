@@ -216,12 +216,23 @@ def copy_files(pinned: PinnedGeneration, jobs: Sequence[CopyJob], io: AsyncIO) -
     """Copy, check and make durable."""
     for job in jobs:
         layout = job.slot.layout
-        with io.open(job.path, create=True, exclusive=True, size=layout.file_bytes[job.stripe]) as target:
+        with _open_target(io, job.path, layout.file_bytes[job.stripe]) as target:
             copy_stripe(pinned, job, target, io)
             table = bytearray(job.sums.tables()[job.stripe])
             if table:
                 io.write(target, table, layout.sums_offsets[job.stripe]).wait()
             io.fsync(target).wait()
+
+
+def _open_target(io: AsyncIO, path: str, nbytes: int) -> File:
+    """A new file; through the page cache where direct I/O is not to be had, without a warning: in a thread, where warnings are
+    errors, it would end the copy."""
+    try:
+        return io.open(path, create=True, exclusive=True, size=nbytes, direct=True)
+    except OSError as error:
+        if error.errno != errno.EOPNOTSUPP:
+            raise
+        return io.open(path, create=True, exclusive=True, size=nbytes, direct=False)
 
 
 def finish_pin(directory: str, linked: Sequence[Slot]) -> None:
