@@ -274,8 +274,9 @@ class Executor:
         """A block for a demanded group."""
         return self.make_room(self.sources[index].nbytes, self.sources[index].name)
 
-    def make_room(self, nbytes: int, owner: str) -> Block:
-        """A block of the device tier: evicts idle groups, furthest next use first, until it fits. Raises BudgetError."""
+    def make_room(self, nbytes: int, owner: str, *, patient: bool = True) -> Block:
+        """A block of the device tier: evicts idle groups, furthest next use first, until it fits. Raises BudgetError; unless
+        ``patient``, without waiting for memory that is still being let go of."""
         upcoming = self.trace.ahead
         while True:
             block = self.arena.try_alloc(nbytes, owner)
@@ -287,6 +288,8 @@ class Executor:
                 self._evict(max(idle, key=lambda group: (upcoming.next_use(group), group)))
                 continue
             if not self._give_up_a_prefetch():
+                if not patient:
+                    raise self._refusal(nbytes, owner)
                 return self._room_soon(nbytes, owner)
 
     def _room_soon(self, nbytes: int, owner: str) -> Block:

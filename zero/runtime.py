@@ -12,6 +12,7 @@ from lamina.aio_native import AsyncIO
 from lamina.tiers import (
     Arena,
     Block,
+    BudgetError,
     Executor,
     GenerationStore,
     Home,
@@ -66,6 +67,7 @@ class ZeroRuntime:
         self.ranks = ranks or Ranks()
         self.spans = spans or Spans()
         self._in_backward = False
+        self._added: list[Arena] = []
         self.recomputed: tuple[str, ...] = ()
         """Names of the blocks that are computed again in the backward pass."""
         self._closing = ExitStack()
@@ -150,7 +152,7 @@ class ZeroRuntime:
                 self.optimizer.migration = self.migration
             reducer = None
             if self.ranks.world_size > 1:
-                reducer = Reducer(self.segments, self.gradients, self.ranks, self.executor.make_room)
+                reducer = Reducer(self.segments, self.gradients, self.ranks, self._room_for_bucket)
             self.collector = GradientCollector(
                 self.gradients,
                 self.optimizer,
@@ -170,6 +172,28 @@ class ZeroRuntime:
         self._recompute_blocks()
         claim(self)
         self._closing.callback(disclaim, self)
+
+    def _room_for_bucket(self, nbytes: int, owner: str) -> Block:
+        """Memory of the device tier for gradients. Several ``loss.backward()`` of the user's own before a ``step()`` need more of
+        it than is planned: without a budget it is added, with one BudgetError is raised."""
+        budget = self.options.budgets.device_bytes
+        try:
+            return self.executor.make_room(nbytes, owner, patient=budget is not None)
+        except BudgetError as error:
+            if budget is not None:
+                error.add_note(
+                    "gradients of a second loss.backward() wait for step() beside those of the first: call "
+                    "engine.backward(loss) for each loss, which brings them together over the ranks at once"
+                )
+                raise
+        for added in self._added:
+            if (block := added.try_alloc(nbytes, owner)) is not None:
+                return block
+        accelerator = self.options.accelerator
+        arena = accelerator.arena(nbytes) if accelerator is not None else Arena(Tier.DEVICE, nbytes)
+        self._closing.callback(arena.close)
+        self._added.append(arena)
+        return arena.alloc(nbytes, owner)
 
     def _recompute_blocks(self) -> None:
         """Let the blocks be computed again in the backward pass, where that is wished; see recompute.py."""

@@ -3,6 +3,7 @@
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import distributed as dist
@@ -15,6 +16,7 @@ from lamina.zero import get_full
 
 ODD = {"width": 13, "hidden": 29, "blocks": 3, "vocab": 101}
 STEPS = 3
+WAYS = ("own", "two losses", "two losses, own", "not a scalar, own")
 
 
 def placements(folder: str) -> dict[str, dict]:
@@ -36,12 +38,28 @@ def placements(folder: str) -> dict[str, dict]:
     }
 
 
-def train(config: dict, accumulation: int, shape: dict) -> tuple[list[torch.Tensor], float]:
+def backward(engine: Any, loss: torch.Tensor, way: str) -> None:
+    """Ways that must all give the same bits: the shares of the losses are powers of two, or meet before the graph."""
+    if way == "own":
+        engine.scale(loss).backward()
+    elif way == "two losses":
+        engine.backward(loss * 0.5, retain_graph=True)
+        engine.backward(loss * 0.5)
+    elif way == "two losses, own":
+        engine.scale(loss * 0.5).backward(retain_graph=True)
+        engine.scale(loss * 0.5).backward()
+    elif way == "not a scalar, own":
+        engine.scale(torch.stack([loss, loss])).backward(torch.tensor([0.25, 0.75]))
+    else:
+        engine.backward(loss)
+
+
+def train(config: dict, accumulation: int, shape: dict, way: str = "") -> tuple[list[torch.Tensor], float]:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     model = build(**shape)
     with initialize(model, config=config)[0] as engine:
         for index in range(STEPS * accumulation):
-            engine.backward(engine(*batch(index * world_size + rank, model.vocab)))
+            backward(engine, engine(*batch(index * world_size + rank, model.vocab)), way)
             engine.step()
         return [get_full(parameter, "master") for parameter in model.parameters()], engine.get_global_grad_norm()
 
@@ -68,9 +86,13 @@ def main(folder: str) -> None:
         for shape in ({}, ODD):
             wanted = reference(accumulation, shape)
             first: list[torch.Tensor] | None = None
-            for name, changes in placements(folder).items():
+            cases = [(name, changes, "") for name, changes in placements(folder).items()]
+            if shape:
+                stages = {"stage 1": {"zero_optimization": {"stage": 1}}, "stage 3": {}}
+                cases += [(f"{name}, {way}", changes, way) for name, changes in stages.items() for way in WAYS]
+            for name, changes, way in cases:
                 config = settings(gradient_accumulation_steps=accumulation, **changes)
-                found, norm = train(config, accumulation, shape)
+                found, norm = train(config, accumulation, shape, way)
                 first = first or found
                 results.append(
                     {
