@@ -104,7 +104,6 @@ def test_the_same_file_system_links_and_goes_on(tmp_path: Path) -> None:
         assert all(map(torch.equal, state(engine), wanted))
 
 
-@pytest.mark.slow
 def test_what_fails_in_the_background_is_told_once_and_leaves_nothing(
     tmp_path: Path, elsewhere: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
