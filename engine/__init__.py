@@ -39,7 +39,11 @@ def __getattr__(name: str) -> Any:
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(home, __name__), name)
+    try:
+        module = importlib.import_module(home, __name__)
+    except AttributeError as error:  # an older build of the C code, say: "no attribute" would be taken for a wrong name
+        raise ImportError(f"{__name__}{home} cannot be loaded: {error}") from error
+    return getattr(module, name)
 
 
 def __dir__() -> list[str]:

@@ -4,6 +4,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from lamina import engine as package
+
 SCRIPT = """
 import sys
 import torch
@@ -36,3 +40,12 @@ def test_training_loads_neither_a_compiler_nor_what_only_commands_need(tmp_path:
         [sys.executable, "-c", SCRIPT, str(tmp_path)], capture_output=True, text=True, timeout=100, check=False
     )
     assert child.stdout.split("\n")[-2:] == ["1 []", ""], child.stderr
+
+
+def test_a_module_that_cannot_be_loaded_tells_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stale(*_arguments: object) -> None:
+        raise AttributeError("cffi library has no function, constant or global variable named 'LK_NEW'")
+
+    monkeypatch.setattr(package.importlib, "import_module", stale)
+    with pytest.raises(ImportError, match=r"lamina\.engine\.building cannot be loaded: .*LK_NEW"):
+        package.__getattr__("initialize")
