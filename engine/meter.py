@@ -40,7 +40,8 @@ class StepMeter:
     def __init__(self, runtime: ZeroRuntime) -> None:
         self.clock = Clock(began=time.perf_counter())
         self._runtime = runtime
-        self._disks = runtime.decision.links.disks
+        links = runtime.decision.links
+        self._disks = tuple(zip(links.disks, links.disk_shares, strict=True))
         self._io_before = self._io_bytes()
         self.steering = Steering(runtime=runtime)
 
@@ -126,8 +127,6 @@ class StepMeter:
         )
 
     def _io_seconds(self, read_bytes: int, written_bytes: int) -> float:
-        """Time of these bytes on the disks: bytes are striped evenly, so the disks share them."""
-        if not self._disks:
-            return 0.0
-        share = 1 / len(self._disks)
-        return max(disk.seconds(int(read_bytes * share), int(written_bytes * share)) for disk in self._disks)
+        """Time of these bytes on the disks, which share them as the stripes do."""
+        times = (disk.seconds(int(read_bytes * share), int(written_bytes * share)) for disk, share in self._disks)
+        return max(times, default=0.0)

@@ -31,6 +31,13 @@ class TrainingPlan:
         return {"tiers": tiers, "homes": homes}
 
     @property
+    def stripes(self) -> dict[str, float]:
+        """Each path's share of the state on NVMe; empty where there are not several paths."""
+        store, paths = self._runtime.store, self._runtime.options.nvme
+        shares = store.shares if store is not None and len(paths) > 1 else ()
+        return {path.path: share for path, share in zip(paths, shares, strict=False)}
+
+    @property
     def explanation(self) -> Explanation | None:
         """Why it is so, by the simulated step; None where everything is in memory and no link is used.
 
@@ -48,6 +55,7 @@ class TrainingPlan:
         decision = self._runtime.decision
         return self.placement | {
             "links": {"source": decision.links.source, "rates": decision.links.model.as_dict()},
+            "stripes": self.stripes,
             "changes": list(self.changes),
             "explanation": None if self.explanation is None else self.explanation.as_dict(),
         }
@@ -84,6 +92,8 @@ class TrainingPlan:
             if placement.staging_count
             else "updates run in place in memory"
         )
+        if self.stripes:
+            yield f"stripes: {', '.join(f'{share:.1%} on {path}' for path, share in self.stripes.items())}"
         if runtime.io is not None:
             yield f"I/O backend: {runtime.io.backend}"
         early = "under" if runtime.early_segments else "after"

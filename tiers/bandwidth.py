@@ -8,9 +8,10 @@ import math
 import statistics
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from .device_identity import DeviceIdentity
 from .probe import DiskSpeed
 from .profile import DiskProfile, Profile
 
@@ -168,13 +169,18 @@ class BandwidthModel:
     @classmethod
     def from_speeds(cls, disks: Sequence[DiskSpeed], **changes: object) -> "BandwidthModel":
         """From a probe of each path. Bytes are striped evenly over the paths, so the slowest decides."""
-        return cls([disk_link(disks, **changes)] if disks else [])
+        return cls([disk_link(disks, (), **changes)] if disks else [])
 
     @classmethod
-    def from_profile(cls, profile: Profile, *, sharers: int = 1) -> "BandwidthModel":
-        """From what ``lamina nvme`` measured: striped evenly over its disks; links to a device where it has them."""
-        different = list({disk.identity: disk for disk in profile.disks}.values())
-        disk = disk_link([disk.speed() for disk in different], sharers=sharers)
+    def from_profile(
+        cls, profile: Profile, *, sharers: int = 1, shares: Mapping[DeviceIdentity, float] | None = None
+    ) -> "BandwidthModel":
+        """From what ``lamina nvme`` measured: striped over its disks, evenly or in these shares (of those that are used);
+        links to a device where it has them."""
+        used = (disk for disk in profile.disks if shares is None or disk.identity in shares)
+        different = list({disk.identity: disk for disk in used}.values())
+        striped = [] if shares is None else [shares[disk.identity] for disk in different]
+        disk = disk_link([disk.speed() for disk in different], striped, sharers=sharers)
         gain = min(2.0, max(1.0, min(disk.mix_gain for disk in different)))
         links = [
             replace(
@@ -237,15 +243,16 @@ class BandwidthModel:
         }
 
 
-def disk_link(disks: Sequence[DiskSpeed], **changes: object) -> Link:
-    """Several paths as one link: every byte range is striped evenly over them. Raises ValueError without any."""
+def disk_link(disks: Sequence[DiskSpeed], shares: Sequence[float] = (), **changes: object) -> Link:
+    """Several disks as one link: every byte range is striped over them, evenly or in these shares (above 0, their sum is 1).
+    Raises ValueError without any disk."""
     if not disks:
         raise ValueError("no disk was measured: give at least one")
-    number = len(disks)
+    striped = list(zip(disks, shares or [1 / len(disks)] * len(disks), strict=True))
     values: dict[str, object] = {
         "name": DISK,
-        "read": Curve.flat(number * min(disk.read for disk in disks)),
-        "write": Curve.flat(number * min(disk.write for disk in disks)),
+        "read": Curve.flat(min(disk.read / share for disk, share in striped)),
+        "write": Curve.flat(min(disk.write / share for disk, share in striped)),
     }
     return Link(**(values | changes))  # type: ignore[arg-type]
 

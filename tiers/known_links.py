@@ -1,15 +1,16 @@
 """What is known of this machine's links before the first step: the profile of `lamina nvme`, else a short probe."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from lamina.aio_native import AsyncIO
 
 from .bandwidth import DISK, TO_DEVICE, BandwidthModel, Curve, Link, disk_link
-from .device_identity import existing_parent, identify
+from .device_identity import DeviceIdentity, existing_parent, identify
 from .probe import PROBE_BYTES, DiskSpeed, probe_disk
 from .profile import Profile, ProfileError
 from .profile_file import load_profile, profile_path
+from .stripe_weights import device_shares, weighted
 from .tier import NvmePath
 
 MIN_PROBE_BYTES = 1 << 20
@@ -21,11 +22,14 @@ ASSUMED_DEVICE_RATE = 12e9
 class KnownLinks:
     """The links' model, the disks' speeds (each disk once) and ``source``: a sentence that says where they come from.
 
-    ``adam_elements_per_s``: of this machine's cores, where a profile has it.
+    ``disk_shares``: share of the bytes of each of ``disks``, their sum is 1. ``paths``: those that were asked about, with the
+    weights that state is striped by. ``adam_elements_per_s``: of this machine's cores, where a profile has it.
     """
 
     model: BandwidthModel
     disks: tuple[DiskSpeed, ...] = ()
+    disk_shares: tuple[float, ...] = ()
+    paths: tuple[NvmePath, ...] = ()
     source: str = "no link is used"
     adam_elements_per_s: float | None = None
 
@@ -70,12 +74,20 @@ def learn_links(
     """
     known = KnownLinks(model=BandwidthModel([]))
     if paths:
+        profile: Profile | None = None
+        devices = [identify(path.path) for path in paths]
         try:
             profile = load_profile([path.path for path in paths])
         except (ProfileError, OSError) as error:
-            known = _probed(paths, open_io, nbytes, str(error))
+            speeds, source = _probed(paths, devices, open_io, nbytes, str(error))
         else:
-            known = _from_profile(profile, sharers)
+            speeds = {disk.identity: disk.speed() for disk in profile.disks if disk.identity in devices}
+            source = f"rates of the links: from the profile {profile_path(profile.identities)}"
+        known = _striped(paths, devices, speeds, source)
+        if profile is not None:
+            shares = dict(zip(speeds, known.disk_shares, strict=True))
+            model = BandwidthModel.from_profile(profile, sharers=sharers, shares=shares)
+            known = replace(known, model=model, adam_elements_per_s=profile.machine.adam_elements)
     if separate_device and TO_DEVICE not in known.model.names:
         rate = Curve.flat(ASSUMED_DEVICE_RATE)
         link = Link(name=TO_DEVICE, read=rate, write=rate, mix_gain=2.0)
@@ -86,32 +98,50 @@ def learn_links(
     return known
 
 
-def _from_profile(profile: Profile, sharers: int) -> KnownLinks:
-    different = {disk.identity: disk for disk in profile.disks}.values()
+def _striped(
+    paths: Sequence[NvmePath],
+    devices: Sequence[DeviceIdentity],
+    speeds: Mapping[DeviceIdentity, DiskSpeed],
+    source: str,
+) -> KnownLinks:
+    """The disks as one link that state is striped over; a disk without a speed counts as no slower than the others."""
+    striped, told = weighted(paths, devices, speeds)
+    held = device_shares(devices, [path.weight for path in striped])
+    measured = sum(held[device] for device in speeds)
+    shares = tuple(held[device] / measured for device in speeds)
+    disks = tuple(speeds.values())
     return KnownLinks(
-        model=BandwidthModel.from_profile(profile, sharers=sharers),
-        disks=tuple(disk.speed() for disk in different),
-        source=f"rates of the links: from the profile {profile_path(profile.identities)}",
-        adam_elements_per_s=profile.machine.adam_elements,
+        model=BandwidthModel([disk_link(disks, shares)] if disks else []),
+        disks=disks,
+        disk_shares=shares,
+        paths=striped,
+        source=f"{source}; {told}" if told else source,
     )
 
 
-def _probed(paths: Sequence[NvmePath], open_io: Callable[[], AsyncIO], nbytes: int, why: str) -> KnownLinks:
-    """From a few transfers in each path's folder, or the nearest that exists; together they take as long as one path's."""
-    different = {identify(existing_parent(path.path)): path for path in paths}.values()
+def _probed(
+    paths: Sequence[NvmePath],
+    devices: Sequence[DeviceIdentity],
+    open_io: Callable[[], AsyncIO],
+    nbytes: int,
+    why: str,
+) -> tuple[dict[DeviceIdentity, DiskSpeed], str]:
+    """Each disk's speed and where it is from: a few transfers in a path's folder, or the nearest that exists; together they
+    take as long as one path's."""
+    different = dict(zip(devices, paths, strict=True))
     share = max(MIN_PROBE_BYTES, nbytes // len(paths) // 8 // MIN_PROBE_BYTES * MIN_PROBE_BYTES)
     size = min(max(MIN_PROBE_BYTES, PROBE_BYTES // len(different)), share)
-    speeds, left_out = [], []
+    speeds, left_out = {}, []
     with open_io() as io:
-        for path in different:
+        for device, path in different.items():
             if path.bytes is not None and path.bytes < size:
                 left_out.append(f"{path.path} (no room within its bytes)")
                 continue
             try:
-                speeds.append(probe_disk(io, existing_parent(path.path), size))
+                speeds[device] = probe_disk(io, existing_parent(path.path), size)
             except OSError as error:
                 left_out.append(f"{path.path} ({error.strerror or error})")
     told = f"rates of the links: from a probe of {size:,} bytes ({why})"
     if left_out:
         told += f"; not measured: {', '.join(left_out)}"
-    return KnownLinks(model=BandwidthModel([disk_link(speeds)] if speeds else []), disks=tuple(speeds), source=told)
+    return speeds, told

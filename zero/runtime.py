@@ -291,7 +291,7 @@ class ZeroRuntime:
         self.io = options.open_io()
         self._closing.callback(self.io.close)
         store = GenerationStore.open(
-            options.nvme,
+            self.decision.links.paths,
             job=options.job,
             rank=self.ranks.rank,
             shards=shards,

@@ -306,9 +306,15 @@ class GenerationStore:
 
     @property
     def shares(self) -> tuple[float, ...]:
-        """Each path's share of the current generation (of the first one before a commit), in the order of the paths."""
+        """Each path's share of the current generation (of the first one before a commit), in the order of the paths; empty
+        after close()."""
         with self._lock:
-            return self._generations.shares()
+            return () if self._closed else self._generations.shares()
+
+    @property
+    def devices(self) -> tuple[int, ...]:
+        """The device (st_dev, as in IOStats) under each path. Raises OSError for a path that is gone."""
+        return tuple(os.stat(folder.path).st_dev for folder in self._pool.folders)
 
     def restripe(self, weights: Sequence[float]) -> int:
         """Lay the generations to come out in other proportions, one weight per path as open() was given them (measured
