@@ -1,12 +1,13 @@
-"""Re-plans while training: what a step measured corrects the model of the links, and state moves where that pays."""
+"""Re-plans while training: what a step measured corrects the model of the links; state and stripes move where that pays."""
 
 import statistics
 from collections import deque
 from dataclasses import dataclass, field, replace
 
 from lamina.aio_native import IOStats
-from lamina.tiers import Choice, ComputeTimes, Measured, Replanner, Revision
+from lamina.tiers import Choice, ComputeTimes, Measured, Replanner, Revision, SpaceError
 from lamina.tiers.bandwidth import DISK
+from lamina.tiers.stripe_balance import DeviceWork, StripeBalance
 from lamina.zero import ZeroRuntime
 
 SETTLING_STEPS = 3
@@ -40,21 +41,49 @@ class Steering:
         choice = self.runtime.decision.choice
         self.replanner = Replanner(choice=choice) if choice is not None else None
         self._io_before = self._io()
+        store = self.runtime.store
+        self._balance = StripeBalance(devices=store.devices) if store is not None else None
         self._work: deque[StepWork] = deque(maxlen=MEMORY)
         self._steps = 0
         self._pending: Choice | None = None
 
     def after_step(self, work: StepWork) -> None:
         """Take one step's figures, between it and the next."""
-        replanner, io = self.replanner, self._io()
-        if replanner is None or io is None or self._io_before is None:
+        io = self._io()
+        if io is None or self._io_before is None:
             return
-        measured, self._io_before = disk_work(self._io_before, io), io
+        before, self._io_before = self._io_before, io
+        if self.runtime.migration.under_way:
+            return  # its transfers are not those of a usual step
+        if self._restriping(before, io):
+            return  # nor are these
+        if self.replanner is not None:
+            self._replan(self.replanner, disk_work(before, io), work)
+
+    def _restriping(self, before: IOStats, after: IOStats) -> bool:
+        """Let the stripes follow the disks; whether a change is under way. Stripes are a rank's own, so no other has to agree."""
+        store, balance = self.runtime.store, self._balance
+        if store is None or balance is None:
+            return False
+        settling = balance.settling
+        weights = balance.after_step(device_work(before, after), store.shares)
+        if weights is None:
+            return settling
+        paths = [path.path for path in self.runtime.options.nvme]
+        wanted = ", ".join(f"{weight:.1%} on {path}" for path, weight in zip(paths, weights, strict=True))
+        try:
+            changed = store.restripe(weights)
+        except SpaceError as error:
+            self._note(f"the disks' rates ask for other stripes ({wanted}), but there is no room: {error}")
+        else:
+            told = "the coming generations are laid out so" if changed else "the paths' room allows no others"
+            self._note(f"the disks' rates ask for other stripes ({wanted}): {told}")
+        return True
+
+    def _replan(self, replanner: Replanner, measured: Measured, work: StepWork) -> None:
         if not self.runtime.can_move:
             replanner.choice.question.links.observe(measured)
             return
-        if self.runtime.migration.under_way:
-            return  # its transfers are not those of a usual step
         if self._pending is not None:
             pending, self._pending = self._pending, None
             if self.runtime.placement is pending.placement:
@@ -125,6 +154,19 @@ def disk_work(before: IOStats, after: IOStats) -> Measured:
         written_bytes=after.bytes_written - before.bytes_written,
         busy_s=max(busy, default=0.0),
     )
+
+
+def device_work(before: IOStats, after: IOStats) -> dict[int, DeviceWork]:
+    """What each device (st_dev) did between two looks."""
+    earlier = {device.device: device for device in before.devices}
+    work = {}
+    for device in after.devices:
+        was = earlier.get(device.device)
+        nbytes, busy = device.read.bytes + device.write.bytes, device.busy_s
+        work[device.device] = DeviceWork(
+            nbytes=nbytes - (was.read.bytes + was.write.bytes if was else 0), busy_s=busy - (was.busy_s if was else 0.0)
+        )
+    return work
 
 
 def _differs(before: float, now: float) -> bool:
