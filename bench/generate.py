@@ -45,7 +45,9 @@ def generate(
         if temperature == 0:
             chosen = int(logits.argmax())
         else:
-            chances = torch.softmax(logits / temperature, dim=0)
+            # The likeliest byte at 0, in float64: however small the temperature, no quotient is infinite or 0 / 0.
+            above = (logits - logits.max()).double() / temperature
+            chances = torch.softmax(above, dim=0).float()
             chosen = int(torch.multinomial(chances, 1, generator=draw))
         text.append(chosen)
     return bytes(text[len(prompt) :])

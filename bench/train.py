@@ -19,7 +19,7 @@ import torch
 
 from lamina.bench.corpus import Batch, Corpus
 from lamina.bench.generate import NotFiniteError, generate
-from lamina.bench.gpt import GPT
+from lamina.bench.gpt import GPT, VOCABULARY
 from lamina.bench.interrupt import Interrupt
 from lamina.bench.reference import PlainTrainer, train_plain
 from lamina.bench.report import Reporter, format_seconds, process_memory, reset_peak_memory
@@ -40,6 +40,8 @@ from lamina.zero import Init
 HELD_OUT_BATCHES = 8
 PROMPT_BYTES = 64
 FP32_BYTES = 4
+LEAST_BYTES_PER_TOKEN = 2 * 8 + VOCABULARY * FP32_BYTES
+"""What no placement takes out of memory: a token and its target in int64, and its logits."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -53,6 +55,7 @@ def main(arguments: Sequence[str]) -> int:
     corpus = Corpus.load(options.text)
     corpus.require(run.shape.seq)
     require_room(run, in_memory=options.compare)
+    require_batch_room(run)
     with Interrupt() as interrupt, contextlib.ExitStack() as stack:
         machine = report.machine()
         describe_run(report, run, corpus.source, len(corpus.text))
@@ -101,6 +104,17 @@ def require_room(run: TrainingRun, *, in_memory: bool) -> None:
             f"({limit}): choose fewer --layers or a smaller --dim"
         )
         raise MemoryError(message) if folder is None else OSError(errno.ENOSPC, message)
+
+
+def require_batch_room(run: TrainingRun) -> None:
+    """MemoryError for a micro-batch that is too large whatever the budgets are: drawing it alone would take minutes."""
+    needed = LEAST_BYTES_PER_TOKEN * run.batch * run.shape.seq
+    free, limit = read_memory_limits().allowance()
+    if needed > free:
+        raise MemoryError(
+            f"a micro-batch of {run.batch:,} sequences of {run.shape.seq} bytes (--batch, --seq) needs {needed:,} bytes for "
+            f"tokens and logits alone, and there are {free:,} ({limit}): choose a smaller --batch, and more --accum"
+        )
 
 
 def check_writable(path: Path, *, option: str) -> None:

@@ -94,7 +94,7 @@ class EnginePersistence:
     ) -> tuple[str | None, dict[str, Any]]:
         """Go on from a checkpoint, whatever placement it was saved with: (its folder, the client state). Collective.
 
-        (None, {}) when no tag is given and the folder has no ``latest``. See lamina.engine.checkpoint.loading.
+        (None, {}) and a warning when no tag is given and the folder has no ``latest``. See lamina.engine.checkpoint.loading.
         """
         self._refuse_closed("load_checkpoint")
         self.wait_for_checkpoint()

@@ -1,6 +1,7 @@
 """Loads a checkpoint into an engine of any placement, stage, sub-group size and world size."""
 
 import os
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -57,7 +58,7 @@ def load_checkpoint(
     schedule: bool = True,
     module_only: bool = False,
 ) -> tuple[str | None, dict[str, Any]]:
-    """(folder, client state); (None, {}) without a tag where there is no ``latest``. Collective.
+    """(folder, client state); (None, {}) and a warning without a tag where there is no ``latest``. Collective.
 
     Training goes on bit-exactly where it was saved at this world size, whatever the placement; the open accumulation window is
     carried over. ``strict``: parameters that are only here or only there are an error that names them, else they are left
@@ -70,6 +71,10 @@ def load_checkpoint(
     root = os.path.abspath(os.path.expanduser(os.fspath(load_dir)))
     path = folder.locate(root, tag)
     if path is None:
+        warnings.warn(
+            f"nothing was loaded, training starts anew: {root} has no file {folder.LATEST!r}; name another folder, or give tag=",
+            stacklevel=3,
+        )
         return None, {}
     read = _read(path)
     state = read.main["progress"]

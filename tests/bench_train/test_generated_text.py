@@ -45,6 +45,11 @@ def test_a_seed_fixes_what_is_drawn_and_low_temperatures_approach_greedy() -> No
     assert generate(flat, b"x", count=40, seq=8, seed=1, temperature=0.1) == b"A" * 40
 
 
+@pytest.mark.parametrize("temperature", [5e-324, 1e-300, 1e-46, 1e-38])
+def test_the_least_temperatures_are_greedy(temperature: float) -> None:
+    assert generate(likes(CYCLE), b"a", count=6, seq=8, seed=1, temperature=temperature) == b"bcabca"
+
+
 def test_nothing_to_start_from_is_refused_and_a_stop_gets_through() -> None:
     with pytest.raises(ValueError, match="prompt is empty"):
         generate(likes(CYCLE), b"", count=1, seq=4, seed=1, temperature=0)

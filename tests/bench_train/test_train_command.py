@@ -168,6 +168,21 @@ def test_a_model_beyond_all_memory_is_refused_before_it_is_built(
     assert left_behind() == []
 
 
+def test_a_batch_beyond_all_memory_is_refused_before_it_is_drawn(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def draw(*_: object, **__: object) -> None:
+        raise AssertionError("drawn")
+
+    monkeypatch.setattr("lamina.bench.train.Corpus.training_batch", draw)
+    monkeypatch.setattr("lamina.bench.train.Corpus.held_out_batches", draw)
+    _, err = train(capsys, "--batch", "2000000000", code=1)
+    # 2,000,000,000 sequences of 32 bytes: two int64 and 256 logits in fp32 for each byte
+    assert f"needs {2_000_000_000 * 32 * (16 + 1024):,} bytes" in err
+    assert len(err.strip().splitlines()) == 1
+    assert left_behind() == []
+
+
 def test_an_unknown_config_key_is_named_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     Path("../config.json").write_text(json.dumps({"tiers": {"host_byte": 1}}))
     _, err = train(capsys, "--config", "../config.json", code=2)

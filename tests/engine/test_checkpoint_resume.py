@@ -181,7 +181,8 @@ def test_strict_names_parameters_that_are_only_here_or_there(tmp_path: Path) -> 
 
 def test_without_latest_nothing_is_loaded_and_a_missing_tag_is_named(tmp_path: Path) -> None:
     with initialize(build(**SMALL), config=settings())[0] as engine:
-        assert engine.load_checkpoint(tmp_path / "nothing") == (None, {})
+        with pytest.warns(UserWarning, match=r"nothing was loaded.*nothing has no file 'latest'"):
+            assert engine.load_checkpoint(tmp_path / "nothing") == (None, {})
         engine.save_checkpoint(tmp_path, tag="one")
         with pytest.raises(FileNotFoundError, match=r"two holds no complete checkpoint; in .* there are: one"):
             engine.load_checkpoint(tmp_path, tag="two")
