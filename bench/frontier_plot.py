@@ -66,7 +66,8 @@ def _draw_panel(panel: Any, points: Sequence[Point]) -> None:
     panel.set_ylim(0, 1.1 * max((point.step_s for point in points), default=1))
     panel.grid(alpha=0.25)
     if points:
-        panel.legend(fontsize=7, loc="upper left")
+        # Under the axes: anywhere within them it may hide a point.
+        panel.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=3, frameon=False)
 
 
 def _coordinates(points: Sequence[Point]) -> tuple[list[float], list[float]]:
