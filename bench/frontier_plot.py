@@ -35,7 +35,7 @@ def draw(path: str, sizes: Mapping[str, Sequence[Point]]) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, panels = pyplot.subplots(1, len(sizes), figsize=(6.5 * len(sizes), 5), squeeze=False)
+    figure, panels = pyplot.subplots(1, len(sizes), figsize=(6.5 * len(sizes), 6), squeeze=False)
     for panel, (size, points) in zip(panels[0], sizes.items(), strict=True):
         _draw_panel(panel, points)
         panel.set_title(f"{size} parameters: nearer to the corner is better")
@@ -67,7 +67,7 @@ def _draw_panel(panel: Any, points: Sequence[Point]) -> None:
     panel.grid(alpha=0.25)
     if points:
         # Under the axes: anywhere within them it may hide a point.
-        panel.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=3, frameon=False)
+        panel.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.12), frameon=False)
 
 
 def _coordinates(points: Sequence[Point]) -> tuple[list[float], list[float]]:
