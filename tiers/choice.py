@@ -16,6 +16,9 @@ MAX_COMPARED = 600
 """Segments times candidates: with more of them fewer candidates are compared, since the choice is made while users wait."""
 WORTH_IT = 0.005
 """Another candidate must be this much faster, as a share, to be taken instead of the usual one."""
+LATENCY_BOUND = 0.75
+"""Where even the busiest channel is idle for more than this share of a step, what is waited for is single transfers; phases
+in which one channel after the other binds leave the busiest one less idle than that."""
 LINK_WORDS = {DISK: "the disk", "host->device": "the way to the device", "compute": "compute"}
 
 
@@ -150,7 +153,7 @@ class Explanation:
     """Segments by "param on X, state on Y"."""
     predicted: Mapping[str, Any]
     slack: Mapping[str, float]
-    """Share of the step in which each channel is idle; the smallest one binds."""
+    """Share of the step in which each channel is idle; the smallest one binds, unless even that is over LATENCY_BOUND."""
     binding: str
     reasons: Sequence[str]
     alternatives: Sequence[Alternative]
@@ -177,9 +180,11 @@ class Explanation:
             for name, share in self.slack.items()
             if name != self.binding
         )
-        lines.append(
-            f"{LINK_WORDS.get(self.binding, self.binding)} binds (idle {self.slack[self.binding]:.0%}); {idle}"
-        )
+        binding, rest = LINK_WORDS.get(self.binding, self.binding), self.slack[self.binding]
+        if rest > LATENCY_BOUND:
+            lines.append(f"no link binds, the time of single transfers does: {binding} is idle {rest:.0%}; {idle}")
+        else:
+            lines.append(f"{binding} binds (idle {rest:.0%}); {idle}")
         lines += [*self.reasons]
         lines += [
             f"with {item.change}: {item.step_s:.3f} s per step, {item.speedup:.2f} times as much trained per second"

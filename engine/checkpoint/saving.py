@@ -42,8 +42,8 @@ def save_checkpoint(
     there is replaced. An open accumulation window is saved with its gradients. ``client_state`` may hold None, numbers,
     strings, bytes, tensors, and lists, tuples, sets and dicts of them. ``keep_last``: remove older checkpoints beyond so many.
 
-    Raises TypeError (client state), ValueError (tag; or ranks that pass different ones), RuntimeError between ``backward()``
-    and ``step()``, OSError and StoreError (disk); nothing is left behind then.
+    Raises TypeError (client state), ValueError (an empty folder; a tag, or ranks that pass different ones), RuntimeError between
+    ``backward()`` and ``step()``, OSError and StoreError (disk); nothing is left behind then.
     """
     if engine.window.is_scaled:
         raise RuntimeError("save_checkpoint between backward() and step(): call it after step()")
@@ -51,6 +51,8 @@ def save_checkpoint(
     name = folder.checked_tag(tag if tag is not None else f"global_step{engine.global_steps}")
     if keep_last is not None and keep_last < 1:
         raise ValueError(f"keep_last is {keep_last}: want at least 1")
+    if not os.fspath(save_dir):
+        raise ValueError('save_dir is empty: give the folder for checkpoints ("." for the current one)')
     held = encode(dict(client_state), "client_state")
     state = progress(engine)
     root = os.path.abspath(os.path.expanduser(os.fspath(save_dir)))

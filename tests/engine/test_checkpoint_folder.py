@@ -80,6 +80,13 @@ def test_the_same_tag_twice_keeps_the_newer(where: str, tmp_path: Path) -> None:
         assert sorted(os.listdir(tmp_path / "c")) == ["latest", "same"]
 
 
+def test_an_empty_folder_name_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with engine_for() as engine, pytest.raises(ValueError, match="save_dir is empty"):
+        engine.save_checkpoint("")
+    assert os.listdir(tmp_path) == []
+
+
 @pytest.mark.parametrize("tag", ["../x", "a/b", ".hidden", "", "latest", "x" * 300])
 def test_tags_stay_inside_the_folder(tag: str, tmp_path: Path) -> None:
     with engine_for() as engine, pytest.raises(ValueError, match="tag"):

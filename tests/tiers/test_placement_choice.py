@@ -128,6 +128,12 @@ def test_an_explanation_says_what_binds_and_what_would_help() -> None:
     assert sum(said.homes.values()) == 6
 
 
+def test_a_step_of_nothing_but_latencies_is_not_said_to_be_bound_by_a_link() -> None:
+    asked = question([MIB] * 6, device=4 * MIB, host=30 * MIB, passes_s=0.001, overlap=False)
+    said = replace(explain(choose(asked)), slack={DISK: 0.97, "compute": 1.0})
+    assert "no link binds, the time of single transfers does: the disk is idle 97%; compute is idle 100%" in str(said)
+
+
 def test_where_compute_binds_a_faster_disk_gives_little() -> None:
     asked = question([MIB] * 4, device=4 * MIB, host=40 * MIB, passes_s=5.0, overlap=True)
     said = explain(choose(asked))
