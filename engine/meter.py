@@ -1,5 +1,6 @@
 """Measures steps: the engine's clock, and the counters of the layers below, put together into StepMetrics."""
 
+import os
 import time
 from dataclasses import dataclass
 
@@ -16,6 +17,8 @@ class Clock:
     """Seconds since the last optimizer step, by phase."""
 
     began: float
+    processor_s: float
+    """Processor time of this process, all threads, when it began."""
     forward_s: float = 0.0
     backward_s: float = 0.0
 
@@ -38,7 +41,7 @@ class StepMeter:
     """One per engine. Times in seconds."""
 
     def __init__(self, runtime: ZeroRuntime) -> None:
-        self.clock = Clock(began=time.perf_counter())
+        self.clock = Clock(began=time.perf_counter(), processor_s=time.process_time())
         self._runtime = runtime
         links = runtime.decision.links
         self._disks = tuple(zip(links.disks, links.disk_shares, strict=True))
@@ -68,7 +71,7 @@ class StepMeter:
         """The metrics of the step that ends now; the next one's clock starts."""
         runtime = self._runtime
         now = time.perf_counter()
-        clock, self.clock = self.clock, Clock(began=now)
+        clock, self.clock = self.clock, Clock(began=now, processor_s=time.process_time())
         step_s = now - clock.began
         read_before, written_before = self._io_before
         read, written = self._io_before = self._io_bytes()
@@ -81,6 +84,7 @@ class StepMeter:
             adam_s=update.adam_s,
             forward_backward_io_s=self._io_seconds(fetched, 0),
             update_io_s=self._io_seconds(max(0, read_bytes - fetched), written_bytes),
+            cores_s=(self.clock.processor_s - clock.processor_s) / len(os.sched_getaffinity(0)),
         )
         if not facts.skipped:
             self._steer(clock, costs, update.parameters, facts)
@@ -102,7 +106,9 @@ class StepMeter:
                 str(Tier.NVME): runtime.placement.nvme_bytes + runtime.saved_inputs.file_bytes,
             },
             nvme_written_bytes=written,
-            lower_bound_s=lower_bound(costs, barrier=not runtime.early_segments, shared_cores=True),
+            lower_bound_s=lower_bound(
+                costs, barrier=not runtime.early_segments, shared_cores=runtime.options.accelerator is None
+            ),
             grad_norm=facts.grad_norm,
             lr=facts.lr,
             loss_scale=facts.loss_scale,

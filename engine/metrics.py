@@ -60,16 +60,17 @@ class StepCosts:
     adam_s: float
     forward_backward_io_s: float  # bytes over measured bandwidth
     update_io_s: float
+    cores_s: float  # processor time of the whole step, spread evenly over the cores this process may use
 
 
 def lower_bound(costs: StepCosts, *, barrier: bool, shared_cores: bool) -> float:
     """Least time of a step (DESIGN, one training step).
 
     With an update barrier: the slowest channel of forward and backward, plus the slowest of the update. Without: the
-    slowest channel over all. ``shared_cores``: Adam and the model compute on the same cores, so their times add up.
+    slowest channel over all. ``shared_cores``: Adam and the model compute on the same cores at the same time, so each makes the
+    other take longer than it need; what is sure is the processor time, and the passes less all that Adam can have taken.
     """
     if barrier:
         return max(costs.compute_s, costs.forward_backward_io_s) + max(costs.adam_s, costs.update_io_s)
-    io = costs.forward_backward_io_s + costs.update_io_s
-    compute = costs.compute_s + costs.adam_s if shared_cores else max(costs.compute_s, costs.adam_s)
-    return max(compute, io)
+    passes = max(costs.compute_s - costs.adam_s, costs.cores_s) if shared_cores else costs.compute_s
+    return max(passes, costs.adam_s, costs.forward_backward_io_s + costs.update_io_s)
