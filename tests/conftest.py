@@ -1,6 +1,7 @@
-"""What every test has in common: no profile of this user's disks decides what happens."""
+"""What every test has in common: neither a profile of this user's disks nor how pytest was started decides what happens."""
 
 import os
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -15,3 +16,13 @@ def _own_cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
         del os.environ["XDG_CACHE_HOME"]
     else:
         os.environ["XDG_CACHE_HOME"] = before
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _signals_as_on_a_terminal() -> Iterator[None]:
+    """A shell starts what it runs in the background with Ctrl-C ignored, which everything started from there inherits."""
+    before = signal.getsignal(signal.SIGINT)
+    if before is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)

@@ -34,5 +34,6 @@ def test_peaks_of_every_rank(world_size: int, tmp_path: Path, monkeypatch: pytes
         largest = BLOCK_BYTES
         assert found["build"] < share + 2 * largest + SLACK, found
         assert found["initialize"] < (PLANES + 1) * share + passing + 2 * largest + SLACK, found
-        received = 2 * BLOCK_BYTES if world_size > 1 else 0  # what others send of the sums under way
+        # What others send of the sums under way, and the copies that gloo makes of it.
+        received = 4 * BLOCK_BYTES if world_size > 1 else 0
         assert found["train"] < PLANES * share + passing + received + largest + SLACK, found
