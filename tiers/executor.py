@@ -128,9 +128,6 @@ class Executor:
             raise RuntimeError(f"{self.sources[index].name} is released more often than it was used")
         seat.pins -= 1
 
-    def is_resident(self, index: int) -> bool:
-        return self._seats[index].residency is Residency.RESIDENT
-
     def block_of(self, index: int) -> Block | None:
         """The block of a resident group, else None."""
         seat = self._seats[index]

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from lamina.tiers import Plane, Tier, Transaction
+from lamina.tiers import Plane, Transaction
 
 from .dtypes import plane_dtype
 from .partition import Slot
@@ -423,9 +423,3 @@ def _rebind(parameter: nn.Parameter, place: Place) -> None:
         parameter.data = segment.flat[slot.offset : slot.end].view(slot.shape)
     else:
         parameter.data = torch.full((), float("nan"), dtype=segment.dtype).expand(slot.shape)
-
-
-def tier_of(parameter: nn.Parameter, plane: Plane | str = Plane.PARAM) -> Tier:
-    """The tier that is home to a plane of the parameter."""
-    place = owner_of(parameter)
-    return place.segment.param_tier if Plane(plane) is Plane.PARAM else place.segment.state_tier

@@ -79,11 +79,6 @@ class Room:
         self._accelerator = accelerator
         self._closing = ExitStack()
 
-    @property
-    def added_bytes(self) -> int:
-        """Bytes taken beside the host tier's arena, where there is no budget."""
-        return sum(arena.nbytes for arena in self._arenas) if self._grows else 0
-
     def try_take(self, nbytes: int) -> Block | None:
         for arena in self._arenas:
             block = arena.try_alloc(nbytes, OWNER)

@@ -249,8 +249,3 @@ def _llama_like(fields: _Fields, name: str, kind: str) -> ModelShape:
         experts_active=active,
         notes=notes,
     )
-
-
-def known_model_types() -> tuple[str, ...]:
-    """Model types that are counted exactly."""
-    return tuple(sorted(_KNOWN))

@@ -55,11 +55,6 @@ def format_bytes(nbytes: float) -> str:
     return f"{nbytes:.0f} B"
 
 
-def format_rate(bytes_per_s: float) -> str:
-    """``2.67 GB/s``."""
-    return f"{format_bytes(bytes_per_s)}/s"
-
-
 def format_count(number: float) -> str:
     """``1.5 B``-style counts without the space: ``124M``, ``6.74B``, ``1.01T``."""
     for factor, unit in ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "k")):

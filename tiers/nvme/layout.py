@@ -7,8 +7,6 @@ follow each other in the given order, each aligned to 4096. Behind the last plan
 stripe's chunks.
 """
 
-import hashlib
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -140,11 +138,6 @@ class Layout:
         rank = self._dealt(index, stripe) - self._dealt(extent.first_chunk, stripe)
         return stripe, extent.starts[stripe] + rank * self.chunk_bytes
 
-    def sum_place(self, index: int) -> tuple[int, int]:
-        """(stripe, position in that stripe's checksum table) of a chunk, counted within the layout."""
-        stripe = self.pattern[index % len(self.pattern)]
-        return stripe, self._dealt(index, stripe)
-
     def segments(self, extent: PlaneExtent, offset: int, nbytes: int) -> list[Segment]:
         """The pieces of a transfer of nbytes from byte `offset` of a plane. Raises ValueError past its
         end."""
@@ -167,16 +160,6 @@ class Layout:
                 pieces.append(Segment(stripe, at + inside, done, size))
             done += size
         return pieces
-
-    def with_counts(self, counts: Sequence[int]) -> "Layout":
-        """The same planes dealt otherwise."""
-        return Layout(self.shards, counts=counts, chunk_bytes=self.chunk_bytes)
-
-
-def shards_hash(shards: Sequence[ShardSpec]) -> str:
-    """A name for a list of shards: equal if and only if names, sizes, planes and order are."""
-    text = json.dumps([shard_to_json(shard) for shard in shards], separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def shard_to_json(shard: ShardSpec) -> dict[str, object]:
