@@ -11,9 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, Self
+from typing import Any, Self
 
 from lamina.aio_native import AsyncIO, File, Priority, Read, Write
+
+from .pipe import opened
 
 GIB = 1 << 30
 SMALL = 4096
@@ -190,7 +192,7 @@ class Peer:
 
         def run(shape: Shape) -> Sample:
             order = {"memory": memory, "direction": shape.direction, "depth": shape.depth}
-            stdin = _pipe(self._process.stdin)
+            stdin = opened(self._process.stdin)
             stdin.write(json.dumps(order | {"block_bytes": shape.block_bytes, "nbytes": shape.nbytes}) + "\n")
             stdin.flush()
             answer = self._receive()
@@ -202,7 +204,7 @@ class Peer:
         return run
 
     def _receive(self) -> dict[str, Any]:
-        line = _pipe(self._process.stdout).readline()
+        line = opened(self._process.stdout).readline()
         answer: dict[str, Any] = json.loads(line) if line else {"error": "it ended by itself"}
         if "error" in answer:
             raise PeerError(str(answer["error"]))
@@ -220,9 +222,3 @@ class Peer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def _pipe(pipe: IO[str] | None) -> IO[str]:
-    if pipe is None:
-        raise ValueError("the process was started without pipes")
-    return pipe

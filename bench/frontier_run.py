@@ -57,14 +57,10 @@ class System(Protocol):
         ...
 
 
-class Lamina:
-    """lamina's engine."""
+class EngineSystem:
+    """What has an engine of DeepSpeed's shape."""
 
-    def __init__(self, job: dict[str, Any], build: Build) -> None:
-        initialize = importlib.import_module("lamina.engine").initialize
-        with importlib.import_module("lamina.zero").Init(config=job["config"]):
-            model = build()
-        self.engine = initialize(model=model, config=job["config"])[0]
+    engine: Any
 
     def forward(self, *batch: torch.Tensor) -> torch.Tensor:
         loss: torch.Tensor = self.engine(*batch)
@@ -75,6 +71,16 @@ class Lamina:
 
     def step(self) -> None:
         self.engine.step()
+
+
+class Lamina(EngineSystem):
+    """lamina's engine."""
+
+    def __init__(self, job: dict[str, Any], build: Build) -> None:
+        initialize = importlib.import_module("lamina.engine").initialize
+        with importlib.import_module("lamina.zero").Init(config=job["config"]):
+            model = build()
+        self.engine = initialize(model=model, config=job["config"])[0]
 
     def close(self) -> dict[str, Any]:
         """What only lamina tells: bytes of the tiers, and its lower bound."""
@@ -113,7 +119,7 @@ class Torch:
         return {}
 
 
-class DeepSpeed:
+class DeepSpeed(EngineSystem):
     """DeepSpeed's engine on one rank, with the config that the job brings."""
 
     def __init__(self, job: dict[str, Any], build: Build) -> None:
@@ -127,16 +133,6 @@ class DeepSpeed:
         if offload.get("device") == "nvme":
             offload["buffer_size"] = max(parameter.numel() for parameter in model.parameters())
         self.engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
-
-    def forward(self, *batch: torch.Tensor) -> torch.Tensor:
-        loss: torch.Tensor = self.engine(*batch)
-        return loss
-
-    def backward(self, loss: torch.Tensor) -> None:
-        self.engine.backward(loss)
-
-    def step(self) -> None:
-        self.engine.step()
 
     def close(self) -> dict[str, Any]:
         return {}

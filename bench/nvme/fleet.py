@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import IO, Any, Self
 
+from lamina.bench.pipe import opened
+
 from .measure import FileSet
 from .points import Measured, Trial
 from .worker import trial_as_dict
@@ -72,14 +74,14 @@ class Fleet:
 
     def _send(self, worker: subprocess.Popen[str], data: dict[str, Any]) -> None:
         try:
-            pipe = _pipe(worker.stdin)
+            pipe = opened(worker.stdin)
             pipe.write(json.dumps(data) + "\n")
             pipe.flush()
         except BrokenPipeError as error:
             raise self._dead(worker) from error
 
     def _receive(self, worker: subprocess.Popen[str]) -> dict[str, Any]:
-        line = _pipe(worker.stdout).readline()
+        line = opened(worker.stdout).readline()
         if not line:
             raise self._dead(worker)
         answer: dict[str, Any] = json.loads(line)
@@ -111,12 +113,6 @@ class Fleet:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def _pipe(pipe: IO[str] | None) -> IO[str]:
-    if pipe is None:
-        raise ValueError("the process was started without pipes")
-    return pipe
 
 
 def _close(pipe: IO[str] | None) -> None:
