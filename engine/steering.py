@@ -81,14 +81,14 @@ class Steering:
         return True
 
     def _replan(self, replanner: Replanner, measured: Measured, work: StepWork) -> None:
-        if not self.runtime.can_move:
+        if not self.runtime.residence.can_move:
             replanner.choice.question.links.observe(measured)
             return
         if self._pending is not None:
             pending, self._pending = self._pending, None
             if self.runtime.placement is pending.placement:
                 replanner.adopt(pending)
-                self.runtime.decision = replace(self.runtime.decision, choice=pending)
+                self.runtime.residence.decision = replace(self.runtime.decision, choice=pending)
                 self._note("the state was moved")
             else:
                 self._note("the placement stays: the disk has no room for files that hold more")
@@ -104,7 +104,7 @@ class Steering:
 
     def _act(self, replanner: Replanner, revision: Revision) -> None:
         self._note(str(revision))
-        self.runtime.decision = replace(self.runtime.decision, choice=replanner.choice)
+        self.runtime.residence.decision = replace(self.runtime.decision, choice=replanner.choice)
         if revision.better is None:
             return
         obstacle = self.runtime.migration.obstacle(revision.better.placement)

@@ -39,7 +39,7 @@ class Migration:
     def obstacle(self, target: Placement) -> str | None:
         """Why the state cannot be moved to a placement, as a clause; None when it can."""
         runtime = self._runtime
-        if not runtime.can_move or runtime.store is None:
+        if not runtime.residence.can_move or runtime.store is None:
             return "state stays where it is here (several ranks, an accelerator, kept state or another optimizer)"
         old = runtime.placement
         same = (target.sub_group_numel, target.staging_count, target.scratch_bytes)
@@ -131,7 +131,7 @@ class Migration:
             SpaceError
         ):  # then what has left is carried over for nothing, which is slower, not wrong
             self._leave_out()
-        runtime.placement = target
+        runtime.residence.placement = target
         runtime.homes_changed()
         if {segment.name for segment in runtime.segments if not segment.in_place} - was_streamed:
             runtime.executor.trace = TraceCursor()  # uses of what was at home were not recorded
@@ -150,7 +150,7 @@ class Migration:
         block = self._arena_alloc(tier, segment.nbytes, f"parameters of {segment.name}")
         self._read(segment, {Plane.PARAM: block})
         segment.home = block
-        runtime.settle_home(segment, Home(param=tier, state=segment.state_tier))
+        runtime.residence.settle(segment, Home(param=tier, state=segment.state_tier))
         if segment.in_place:
             segment.bind(block, 0)
             if segment.flat is not None and segment.nbytes:
@@ -203,7 +203,7 @@ class Migration:
             gone, sizes = list(self._going(tier, target)), list(self._coming(tier, target))
             if tier is Tier.HOST:
                 gone += runtime.gradients.reserved()
-                sizes += runtime.gradients.sizes_for(runtime.transient_gradients(target.homes))
+                sizes += runtime.gradients.sizes_for(runtime.early_updates.transient_gradients(target.homes))
             else:
                 sizes.append(target.device_items.get("window of fetched groups", 0))
             if not arena.would_fit(sizes, without=gone):

@@ -36,7 +36,7 @@ class ZeroOptions:
     generations: int = 2
     verify: Literal["always", "resume", "off"] = "resume"
     keep_state: bool = False
-    resume: bool | Literal["auto"] | None = None  # with keep_state: see ZeroRuntime
+    resume: bool | Literal["auto"] | None = None  # with keep_state: see resume.py
     client: torch.optim.Optimizer | None = None  # runs instead of lamina's Adam, on state in memory
     recompute: Tier | None = None  # blocks are computed again in the backward pass, their inputs wait on that tier
     lookahead: int = 64

@@ -1,0 +1,42 @@
+"""Whether the state that a job's folders kept is gone on with."""
+
+from collections.abc import Sequence
+
+from lamina.tiers import GenerationStore, StoreError, Tier
+
+from .collectives import Ranks
+from .options import ZeroOptions
+from .segment import Segment
+
+
+def is_to_resume(
+    store: GenerationStore | None, segments: Sequence[Segment], options: ZeroOptions, ranks: Ranks
+) -> bool:
+    """Collective. ``options.resume`` True: the state must be there; False: it is dropped; "auto": gone on with where there is
+    any; None: as False, but state of a step that was taken is not dropped. Raises StoreError, ValueError."""
+    wanted, keeps = options.resume, options.keep_state
+    if wanted and not keeps:
+        raise ValueError("resume needs tiers.keep_state: true, so that there is state to go on with")
+    current = store.current if store is not None else None
+    found = ranks.union([current is None])[0] is False
+    if not found and wanted is True:
+        raise StoreError(f"resume: job {options.job!r} has no committed state: leave resume out to start anew")
+    if found and wanted is None and keeps and current is not None and current.step > 0:
+        raise StoreError(
+            f"job {options.job!r} has kept the state of step {current.step}: pass resume=True to go on from it, "
+            f"resume=False to drop it, or use another tiers.job"
+        )
+    if not (found and wanted):
+        return False
+    step = float(current.step) if current is not None else 0.0
+    if ranks.sum(step) != step * ranks.world_size:
+        raise StoreError(
+            f"resume: this rank has kept step {step:.0f}, and others another one: load a checkpoint instead"
+        )
+    lost = [s.name for s in segments if s.trainable and s.state_tier is not Tier.NVME]
+    if lost:
+        raise StoreError(
+            f"resume: the optimizer state of {', '.join(lost[:4])} is placed in memory, which did not survive: load a "
+            f"checkpoint, or put all of it on nvme"
+        )
+    return True
