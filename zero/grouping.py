@@ -6,34 +6,14 @@ neighbours are joined. Where the budgets do not hold such groups, finer ones are
 """
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from torch import nn
 
+from lamina.tiers.group_limits import HUGE_NUMEL, LARGE_NUMEL, TINY_NUMEL, GroupLimits, join_tiny
+
 ROOT = "(root)"  # name of the group of everything that is in no other
-LARGE_NUMEL = 1 << 20  # own parameters of a module outside all blocks from which it is a group of its own
-TINY_NUMEL = 1 << 14  # groups below this are joined with their neighbour
-HUGE_NUMEL = 1 << 28  # blocks above this are split along their children
-
-
-@dataclass(frozen=True, kw_only=True)
-class GroupLimits:
-    """Sizes in elements: groups below ``tiny_numel`` are joined, modules outside the blocks with ``large_numel`` or more
-    parameters of their own are groups, blocks above ``huge_numel`` are split along their children."""
-
-    tiny_numel: int = TINY_NUMEL
-    large_numel: int = LARGE_NUMEL
-    huge_numel: int = HUGE_NUMEL
-
-    def finer(self) -> Iterator["GroupLimits"]:
-        """These, then ever finer ones; the last make a group of every module that has parameters of its own."""
-        yield self
-        for divisor in (8, 64):
-            tiny_numel = self.tiny_numel // divisor
-            yield GroupLimits(tiny_numel=tiny_numel, large_numel=self.large_numel, huge_numel=self.huge_numel)
-        yield GroupLimits(tiny_numel=1, large_numel=self.large_numel // 32, huge_numel=self.huge_numel)
-        yield GroupLimits(tiny_numel=0, large_numel=0, huge_numel=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,19 +163,12 @@ def find_blocks(
 
 
 def _join_tiny(groups: Sequence[GroupSpec], tiny_numel: int) -> list[GroupSpec]:
-    """A group below ``tiny_numel`` takes in its successors until it is not; one that is large enough takes in tiny ones of as
-    much again at most, so that very many tiny modules give several groups, not one of any size."""
-    joined: list[GroupSpec] = []
-    taken = 0  # what the last group has taken in since it was large enough
-    for group in groups:
-        before = joined[-1] if joined else None
-        grows = before is not None and before.numel < tiny_numel
-        fits = group.numel < tiny_numel and taken + group.numel <= tiny_numel
-        if before is None or not (grows or fits):
-            joined.append(group)
-            taken = 0
-            continue
-        name = before.name if before.numel >= group.numel else group.name
-        joined[-1] = GroupSpec(name=name, parameters=before.parameters + group.parameters)
-        taken = 0 if grows else taken + group.numel
+    """Neighbours that are joined; the larger of what there is and what comes gives the name."""
+    joined = []
+    for members in join_tiny([group.numel for group in groups], tiny_numel):
+        whole = groups[members[0]]
+        for group in (groups[index] for index in members[1:]):
+            name = whole.name if whole.numel >= group.numel else group.name
+            whole = GroupSpec(name=name, parameters=whole.parameters + group.parameters)
+        joined.append(whole)
     return joined

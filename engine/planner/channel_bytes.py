@@ -44,9 +44,9 @@ def channel_bytes(case: Case) -> ChannelBytes:
 
 
 def fetched_numel(case: Case) -> int:
-    """Elements that one micro-batch fetches: blocks forward and again backward, the root group once."""
+    """Elements that one micro-batch fetches: blocks forward and again backward, what is outside them once."""
     part = case.slice
-    return 2 * (part.numel - part.root) + part.root
+    return 2 * (part.numel - part.outside) + part.outside
 
 
 def _passes(case: Case) -> dict[Channel, float]:

@@ -154,7 +154,6 @@ def _t5(fields: _Fields, name: str) -> ModelShape:
     buckets = 2 * fields.get("relative_attention_num_buckets", 32) * heads
     blocks = (attention + feed_forward + 2 * hidden,) * encoder
     blocks += (2 * attention + feed_forward + 3 * hidden,) * decoder
-    head = 2 * hidden + (0 if tied else vocab * hidden)
     return ModelShape(
         name=name,
         layers=encoder + decoder,
@@ -168,9 +167,9 @@ def _t5(fields: _Fields, name: str) -> ModelShape:
         norm_bias=False,
         tied=tied,
         inventory=ParamInventory(
-            embedding=vocab * hidden + buckets,
+            before=(vocab * hidden, buckets),
             blocks=blocks,
-            head=head,
+            after=(2 * hidden, 0 if tied else vocab * hidden),
             largest_param=max(vocab * hidden, hidden * ffn, hidden * inner),
         ),
         notes=("encoder and decoder blocks are planned one after the other at the same sequence length",),
@@ -211,9 +210,9 @@ def _deepseek(fields: _Fields, name: str) -> ModelShape:
         experts_active=active + shared,
         dense_layers=dense,
         inventory=ParamInventory(
-            embedding=vocab * hidden,
+            before=(vocab * hidden,),
             blocks=(block + 3 * hidden * fields.need("intermediate_size"),) * dense + (wide,) * (layers - dense),
-            head=hidden + (0 if tied else vocab * hidden),
+            after=(hidden, 0 if tied else vocab * hidden),
             largest_param=max(vocab * hidden, heads * value * hidden, narrow_q * query, expert // 3),
         ),
     )

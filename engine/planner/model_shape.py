@@ -180,10 +180,12 @@ class ModelShape:
             return self.inventory
         block = self.block_params + self.lora_params
         largest = max(self.vocab * self.hidden, *(a * b for a, b in self.matrices().values()))
+        table = self.vocab * self.hidden
+        norm_and_extra = self.head_params - (0 if self.tied else table)
         return ParamInventory(
-            embedding=self.embedding_params,
+            before=(table, self.positions * self.hidden, self.root_extra),
             blocks=(block,) * self.layers,
-            head=self.head_params,
+            after=(norm_and_extra, 0 if self.tied else table),
             largest_param=largest,
         )
 
@@ -214,21 +216,27 @@ class ModelShape:
 
 @dataclass(frozen=True, kw_only=True)
 class ParamInventory:
-    """Numbers of parameters by group, in execution order: embedding, blocks, head."""
+    """Numbers of parameters in execution order."""
 
-    embedding: int
+    before: tuple[int, ...]
+    """Of each module before the blocks: tables of tokens and positions."""
     blocks: tuple[int, ...]
-    head: int
+    after: tuple[int, ...]
+    """Of each module after the blocks: the last norm, an output matrix that is not tied."""
     largest_param: int
     """Elements of the largest single tensor."""
+
+    @property
+    def embedding(self) -> int:
+        """All before the blocks."""
+        return sum(self.before)
+
+    @property
+    def head(self) -> int:
+        """All after the blocks."""
+        return sum(self.after)
 
     @cached_property
     def total(self) -> int:
         """All parameters."""
         return self.embedding + sum(self.blocks) + self.head
-
-    @property
-    def groups(self) -> tuple[int, ...]:
-        """All param groups that are gathered together: the root group (embedding and head), then the
-        blocks."""
-        return (self.embedding + self.head, *self.blocks)

@@ -13,12 +13,12 @@ from lamina.tiers.needs import staging_bytes
 def window_bytes(case: Case) -> int:
     """Gathered groups: the largest ones, as many as are in use and fetched ahead at once.
 
-    With ``max_live`` set, as other systems do: so many elements of blocks (the one in use at least) and the root group.
+    With ``max_live`` set, as other systems do: so many elements of blocks (the one in use at least) and all outside them.
     """
     part, own = case.slice, case.buffers
     if own.max_live is None or not case.needs.streamed():
         return case.needs.window_bytes(1 + own.lookahead)
-    live = part.root + max(min(own.max_live, sum(part.groups[1:])), part.largest_block)
+    live = part.outside + max(min(own.max_live, sum(part.blocks)), part.largest_block)
     return live * case.load.itemsize
 
 

@@ -1,25 +1,26 @@
 """The part of a model that one rank deals with: groups after tensor and pipeline splits, and its shards."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, reduce
 
 from lamina.engine.planner.errors import PlanError
 from lamina.engine.planner.model_shape import ModelShape
 from lamina.engine.planner.placement import Placement, data_parallel_ranks
 from lamina.engine.planner.state_bytes import shard_numel
-
-HUGE_NUMEL = 1 << 28
-"""Elements of a block above which the engine fetches its parts one by one (lamina.zero.grouping)."""
+from lamina.tiers.group_limits import HUGE_NUMEL, LARGE_NUMEL, TINY_NUMEL, join_tiny
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankSlice:
-    """Elements of the groups of the fullest rank; the root group (embedding, head, last norm) comes first."""
+    """Elements of the groups of the fullest rank: the root group (what is left outside the blocks; 0 when that is nothing),
+    large modules outside the blocks, the blocks."""
 
     groups: tuple[int, ...]
     trainable: tuple[int, ...]
     """Trainable elements of each group."""
+    num_outside: int
+    """Groups that are no blocks."""
     ranks: int
     """Data-parallel ranks that share each group."""
     layers: int
@@ -53,14 +54,44 @@ class RankSlice:
         )
 
     @property
-    def root(self) -> int:
-        """Elements of the root group."""
-        return self.groups[0]
+    def outside(self) -> int:
+        """Elements of the groups that are no blocks."""
+        return sum(self.groups[: self.num_outside])
+
+    @property
+    def blocks(self) -> tuple[int, ...]:
+        """Elements of the groups that are."""
+        return self.groups[self.num_outside :]
+
+    @property
+    def trainable_outside(self) -> int:
+        """Trainable elements outside the blocks."""
+        return sum(self.trainable[: self.num_outside])
+
+    @property
+    def trainable_blocks(self) -> tuple[int, ...]:
+        """Trainable elements of each block."""
+        return self.trainable[self.num_outside :]
 
     @property
     def largest_block(self) -> int:
-        """Elements of the largest group after the root."""
-        return max(self.groups[1:], default=self.groups[0])
+        """Elements of the largest block, of the largest group where there is none."""
+        return max(self.blocks, default=max(self.groups))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Group:
+    """A group while it is put together."""
+
+    numel: int
+    trainable: int
+    kind: str
+    """"root", "table" or "block"."""
+
+    def with_next(self, other: "_Group") -> "_Group":
+        """Both as one; the larger one gives its kind, of equals the first."""
+        kind = self.kind if self.numel >= other.numel else other.kind
+        return _Group(numel=self.numel + other.numel, trainable=self.trainable + other.trainable, kind=kind)
 
 
 def rank_slice(model: ModelShape, place: Placement, world: int) -> RankSlice:
@@ -73,23 +104,58 @@ def rank_slice(model: ModelShape, place: Placement, world: int) -> RankSlice:
         raise PlanError(f"placement: tensor {place.tensor} exceeds the {model.heads} heads of {model.name}")
     layers = -(-len(params.blocks) // place.pipeline)
     blocks = sorted(params.blocks, reverse=True)[:layers] if place.pipeline > 1 else params.blocks
-    root = params.embedding + params.head
+    before, after = params.before, params.after
     if place.pipeline > 1:
         # First and last stage are different ranks; a tied table lives on both.
-        head = params.head + (model.vocab * model.hidden if model.tied else 0)
-        root = max(params.embedding, head)
+        after = (*after, model.vocab * model.hidden) if model.tied else after
+        before, after = ((), after) if sum(after) > sum(before) else (before, ())
     largest = -(-params.largest_param // place.tensor)
     pieces = [list(_pieces(-(-numel // place.tensor), largest)) for numel in blocks]
-    groups = (-(-root // place.tensor), *(numel for cut in pieces for numel in cut))
-    if model.lora is not None:
-        adapters = -(-model.lora_params // place.tensor)
-        trainable: tuple[int, ...] = (0, *(-(-adapters // len(cut)) for cut in pieces for _ in cut))
-    elif model.trainable_params == model.total_params:
-        trainable = groups
-    else:
-        share = model.trainable_params / model.total_params
-        trainable = tuple(round(numel * share) for numel in groups)
-    return RankSlice(groups=groups, trainable=trainable, ranks=ranks, layers=layers)
+    adapters = None if model.lora is None else -(-model.lora_params // place.tensor)
+    share = model.trainable_params / model.total_params
+    in_blocks = [
+        _Group(
+            numel=numel,
+            trainable=round(numel * share) if adapters is None else -(-adapters // len(cut)),
+            kind="block",
+        )
+        for cut in pieces
+        for numel in cut
+    ]
+    modules = [[-(-numel // place.tensor) for numel in side if numel] for side in (before, after)]
+    sequence = _in_order(modules[0], in_blocks, modules[1], share if adapters is None else 0.0)
+    joined = [
+        reduce(_Group.with_next, [sequence[index] for index in members])
+        for members in join_tiny([group.numel for group in sequence], TINY_NUMEL)
+    ]
+    root = next((group for group in joined if group.kind == "root"), _Group(numel=0, trainable=0, kind="root"))
+    tables = [group for group in joined if group.kind == "table"]
+    ordered = [root, *tables, *(group for group in joined if group.kind == "block")]
+    return RankSlice(
+        groups=tuple(group.numel for group in ordered),
+        trainable=tuple(group.trainable for group in ordered),
+        num_outside=1 + len(tables),
+        ranks=ranks,
+        layers=layers,
+    )
+
+
+def _in_order(before: Sequence[int], blocks: Sequence[_Group], after: Sequence[int], share: float) -> list[_Group]:
+    """Groups in execution order before tiny ones are joined, as lamina.zero.grouping finds them: a large module outside the
+    blocks is one of its own, all others together are the root group, at the place of the first of them."""
+    rest = sum(numel for numel in (*before, *after) if numel < LARGE_NUMEL)
+    root = [_Group(numel=rest, trainable=round(rest * share), kind="root")] if rest else []
+    sides = []
+    for modules in (before, after):
+        side = []
+        for numel in modules:
+            if numel >= LARGE_NUMEL:
+                side.append(_Group(numel=numel, trainable=round(numel * share), kind="table"))
+            else:
+                side += root
+                root = []
+        sides.append(side)
+    return [*sides[0], *blocks, *sides[1]]
 
 
 def _pieces(numel: int, largest: int) -> Iterator[int]:

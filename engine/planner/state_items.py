@@ -92,13 +92,13 @@ def _device_gradients(case: Case) -> Iterator[Item]:
     if own and load.accumulation == 1:
         # Autograd's output is the held gradient itself: the last block's comes as its activations go, that of
         # position tables and their like after them.
-        tables = part.trainable[0] - min(part.trainable[0], case.model.vocab * case.model.hidden)
-        open_yet = (max(part.trainable[1:], default=0) * 2 // 3 + tables) * load.grad_bytes
+        tables = part.trainable_outside - min(part.trainable_outside, case.model.vocab * case.model.hidden)
+        open_yet = (max(part.trainable_blocks, default=0) * 2 // 3 + tables) * load.grad_bytes
         last = frozenset({Phase.BACKWARD_END})
         yield Item(tier=tier, kind=Kind.GRADIENTS, nbytes=nbytes - open_yet, phases=last, formula=formula)
         held = update
     yield Item(tier=tier, kind=Kind.GRADIENTS, nbytes=nbytes, phases=held, formula=formula)
-    root, block = part.trainable[0] * load.itemsize, max(part.trainable[1:], default=0) * load.itemsize
+    root, block = part.trainable_outside * load.itemsize, max(part.trainable_blocks, default=0) * load.itemsize
     if case.buffers.half_gradients_kept and load.itemsize < load.grad_bytes and case.place.stage < 2:
         formula = f"{load.itemsize} B x trainable, whole until reduced"
         whole = part.trainable_numel * load.itemsize
@@ -114,14 +114,14 @@ def _device_gradients(case: Case) -> Iterator[Item]:
 
 def _in_flight(case: Case) -> Item:
     """Autograd's own output: the group in work, and the one before it that is still on its way."""
-    load, trainable = case.load, case.slice.trainable
-    block = max(trainable[1:], default=0) * min(2, len(trainable) - 1)
+    load, part = case.load, case.slice
+    block = max(part.trainable_blocks, default=0) * min(2, len(part.blocks))
     return Item(
         tier=DEVICE,
         kind=Kind.IN_FLIGHT,
-        nbytes=(trainable[0] + block) * load.itemsize,
+        nbytes=(part.trainable_outside + block) * load.itemsize,
         phases=ON_THE_WAY_BACK,
-        formula=f"{load.itemsize} B x (root group + two blocks in flight)",
+        formula=f"{load.itemsize} B x (all outside the blocks + two blocks in flight)",
     )
 
 

@@ -61,10 +61,11 @@ def shape_from_tensors(
         what = "blocks (names such as layers.0.…)" if not blocks else "an embedding outside of the blocks"
         raise PlanError(f"{name}: found no {what} among {len(tensors)} tensors; give layers=…,hidden=…,heads=…")
     vocab, hidden = max(tables, key=prod)
+    before, after = _outside(list(tensors), root)
     inventory = ParamInventory(
-        embedding=sum(prod(size) for size in root.values()),
+        before=before,
         blocks=tuple(sum(prod(size) for size in block.values()) for block in blocks.values()),
-        head=0,
+        after=after,
         largest_param=max(prod(size) for size in tensors.values()),
     )
     if config is not None:
@@ -92,6 +93,17 @@ def shape_from_tensors(
         trainable=trainable,
         notes=tuple(notes),
     )
+
+
+def _outside(names: Sequence[str], root: Mapping[str, Sequence[int]]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Elements of each module outside the blocks: of those before the first block, and of the others."""
+    first_block = next(at for at, name in enumerate(names) if name not in root)
+    sides: tuple[dict[str, int], dict[str, int]] = ({}, {})
+    for at, name in enumerate(names):
+        if name in root:
+            side, owner = sides[at > first_block], name.rpartition(".")[0]
+            side[owner] = side.get(owner, 0) + prod(root[name])
+    return tuple(sides[0].values()), tuple(sides[1].values())
 
 
 def shape_from_module(module: ModuleLike, *, name: str, heads: int | None = None) -> ModelShape:

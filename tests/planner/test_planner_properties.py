@@ -22,11 +22,9 @@ from lamina.engine.planner import (
     fit,
     footprint,
     machine_preset,
-    model_preset,
     plan,
     step_time,
 )
-from lamina.engine.planner import rank_slice as rank_slice_module
 from lamina.engine.planner.channel_bytes import Channel, channel_bytes
 from lamina.engine.planner.conventions import efficiency
 from lamina.engine.planner.model_shape import LoraShape
@@ -45,7 +43,6 @@ from lamina.engine.planner.state_bytes import (
 )
 from lamina.tiers.nvme.layout import Layout
 from lamina.tiers.tier import Plane, PlaneSpec, ShardSpec
-from lamina.zero import grouping
 from lamina.zero.dtypes import STATE_PLANES
 from lamina.zero.partition import FlatLayout
 
@@ -293,12 +290,12 @@ def test_collective_bytes_are_those_of_rings() -> None:
         return channel_bytes(case).total(Channel.COLLECTIVE) / (2 * 3 / 4)
 
     total = model.total_params
-    root = rank_slice(model, Placement(stage=3), 4).root
+    outside = rank_slice(model, Placement(stage=3), 4).outside
     for steps in (1, 3):
         assert moved(0, steps) == 2 * total  # all-reduce once
         assert moved(1, steps) == 2 * total  # reduce-scatter and all-gather once
         assert moved(2, steps) == (steps + 1) * total
-        assert moved(3, steps) == steps * (3 * total - root)  # forward, backward, reduce; the root is gathered once
+        assert moved(3, steps) == steps * (3 * total - outside)  # forward, backward, reduce; what is outside: once
 
 
 def test_lora_state_is_that_of_the_adapters() -> None:
@@ -335,14 +332,3 @@ def test_tensor_and_pipeline_split_what_a_rank_holds() -> None:
     assert (whole.ranks, split.ranks) == (8, 2)
     assert split.layers == 4
     assert split.groups[1] == -(-model.block_params // 2)
-
-
-def test_huge_blocks_are_cut_where_the_engine_cuts_them() -> None:
-    assert rank_slice_module.HUGE_NUMEL == grouping.HUGE_NUMEL
-    model = model_preset("llama-70b")
-    part = rank_slice(model, Placement(stage=3), 1)
-    assert model.block_params > grouping.HUGE_NUMEL
-    largest = model.params.largest_param
-    assert all(largest <= numel < 2 * grouping.HUGE_NUMEL for numel in part.groups[1:])
-    assert sum(part.groups) == model.total_params
-    assert part.layers == model.layers
