@@ -15,9 +15,11 @@ import torch
 
 from lamina.bench.gpt import GPT, VOCABULARY, GPTShape
 from lamina.engine import initialize
-from lamina.tiers import BandwidthModel, ComputeTimes, PlacementQuestion, SegmentSize, Simulation, probe_disk
+from lamina.tiers import BandwidthModel, ComputeTimes, PlacementQuestion, Simulation, probe_disk
 from lamina.tiers.bandwidth import Link, disk_link
+from lamina.tiers.stripe_weights import device_shares
 from lamina.zero import ZeroRuntime
+from lamina.zero.fitting import segment_size
 
 
 def measure(job: dict[str, Any]) -> dict[str, Any]:
@@ -59,7 +61,7 @@ def predict(runtime: ZeroRuntime, job: dict[str, Any], commit_s: float, accumula
     """The simulated step of a runtime. Compute comes from the run in memory, the disk from a probe; of the run itself only
     the seconds of the commit, which no model describes."""
     options, times = runtime.options, job["times"]
-    segments = segment_sizes(runtime)
+    segments = tuple(segment_size(segment, options, runtime.ranks) for segment in runtime.segments)
     recorded = tuple(access.group for access in runtime.executor.trace.recorded)
     question = PlacementQuestion(
         segments=segments,
@@ -87,27 +89,15 @@ def _one_micro_batch(recorded: tuple[int, ...], accumulation: int, groups: int) 
 
 
 def _disks(runtime: ZeroRuntime) -> list[Link]:
-    if runtime.io is None:
+    """The disks as one link that the present generation is striped over: each probed on its own, now."""
+    store = runtime.store
+    if store is None or runtime.io is None:
         return []
-    return [disk_link([probe_disk(runtime.io, path.path) for path in runtime.options.nvme])]
-
-
-def segment_sizes(runtime: ZeroRuntime) -> tuple[SegmentSize, ...]:
-    """Sizes of a runtime's segments, as the placement takes them."""
-    return tuple(
-        SegmentSize(
-            name=segment.name,
-            group=segment.group,
-            full_numel=segment.layout.numel,
-            shard_numel=segment.layout.shard_numel,
-            param_itemsize=segment.dtype.itemsize,
-            state_itemsizes=tuple(spec.itemsize for spec in segment.planes[1:]),
-            grad_itemsize=runtime.gradients[segment].dtype.itemsize if segment.trainable else 0,
-            replicated=segment.replicated,
-            block=segment.block,
-        )
-        for segment in runtime.segments
-    )
+    shares = device_shares(store.devices, store.shares)
+    folder = {device: path.path for device, path in zip(store.devices, runtime.decision.links.paths, strict=True)}
+    used = [device for device in shares if shares[device] > 0]
+    speeds = [probe_disk(runtime.io, folder[device]) for device in used]
+    return [disk_link(speeds, [shares[device] for device in used])]
 
 
 if __name__ == "__main__":
