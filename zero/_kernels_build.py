@@ -25,7 +25,9 @@ ffibuilder.set_source(
     "lamina.zero._kernels",
     '#include "kernels.h"',
     sources=[*(str(CSRC / name) for name in SOURCES), str(CRC / "crc32c.c")],
-    depends=[str(CSRC / name) for name in ("kernels.h", "ops.h", "body.h", "pool.h", "half.h", "fpenv.h")],
+    depends=[
+        str(CSRC / name) for name in ("kernels.h", "ops.h", "body.h", "pool.h", "patience.h", "half.h", "fpenv.h")
+    ],
     include_dirs=[str(CSRC), str(CRC)],
     libraries=["m"],
     # Only explicit multiply-adds may fuse: every path must give the same bits. Planes are bytes whose type the

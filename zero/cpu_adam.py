@@ -113,11 +113,12 @@ class CPUAdam(PlainOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        kernels, slots = self._live_kernels(), self._slots
+        kernels.rouse(slots.batch)  # as it was at the last step
         options = [_checked_options(index, group) for index, group in enumerate(self.param_groups)]
-        slots = self._slots
         slots.look(self.param_groups, self.state)
         slots.set_scalars(options, grad_multiplier)
-        self._live_kernels().adam_batch(slots.batch)
+        kernels.adam_batch(slots.batch)
         slots.finish()
         return loss
 
@@ -162,18 +163,18 @@ def _check_params(group: int, params: list[Any]) -> None:
 
 
 def _checked_options(index: int, group: dict[str, Any]) -> dict[str, Any]:
-    """A group's options as AdamHyper calls them, but for the step. Raises ValueError."""
+    """A group's options as AdamHyper calls them, but for the step. Raises TypeError and ValueError."""
     if group["amsgrad"]:
         raise ValueError(f"group {index}: amsgrad is not supported by CPUAdam: use torch.optim.AdamW for it")
     if isinstance(group["lr"], torch.Tensor) and group["lr"].numel() != 1:
         raise ValueError(f"group {index}: lr has shape {tuple(group['lr'].shape)}; one element is wanted")
     beta1, beta2 = group["betas"]
     options = {
-        "lr": float(group["lr"]),
-        "beta1": float(beta1),
-        "beta2": float(beta2),
-        "eps": float(group["eps"]),
-        "weight_decay": float(group["weight_decay"]),
+        "lr": _number(index, "lr", group["lr"]),
+        "beta1": _number(index, "betas[0]", beta1),
+        "beta2": _number(index, "betas[1]", beta2),
+        "eps": _number(index, "eps", group["eps"]),
+        "weight_decay": _number(index, "weight_decay", group["weight_decay"]),
         "adamw_mode": bool(group["decoupled_weight_decay"]),
         "maximize": bool(group["maximize"]),
         "bias_correction": bool(group["bias_correction"]),
@@ -184,6 +185,15 @@ def _checked_options(index: int, group: dict[str, Any]) -> dict[str, Any]:
     if not (0.0 <= options["beta1"] < 1.0 and 0.0 <= options["beta2"] < 1.0):
         raise ValueError(f"group {index}: betas = {group['betas']}: must be at least 0 and less than 1")
     return options
+
+
+def _number(index: int, name: str, value: Any) -> float:
+    """value as a float; text is refused, which float() would read. Raises TypeError."""
+    if type(value) is float:
+        return value
+    if isinstance(value, str | bytes | bytearray) or not hasattr(value, "__float__"):
+        raise TypeError(f"group {index}: {name} = {value!r} is of type {type(value).__name__}; give a number")
+    return float(value)
 
 
 def _hold_tensors(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:

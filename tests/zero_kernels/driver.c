@@ -3,6 +3,7 @@
  * valgrind, and for other machines; prints a checksum of all results, which must be the same everywhere.
  *
  * driver PATH...   (numbers of enum lk_path; 0 is the reference) */
+#define _POSIX_C_SOURCE 200809L
 #include "crc32c.h"
 #include "kernels.h"
 #include <errno.h>
@@ -11,6 +12,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 
 static uint64_t state = 88172645463325252u, checksum = 14695981039346656037u;
 
@@ -231,8 +233,15 @@ static void *caller(void *pool) {
         fail("out of memory", N, 0);
     for (int i = 0; i < N; i++)
         y[i] = 1.0f;
-    for (int round = 0; round < 20; round++)
+    lk_adam_args like = {.n = N};
+    for (int round = 0; round < 20; round++) {
+        if (round % 3 == 0)
+            lk_rouse(pool, &like, 1);
+        if (round % 4 == 0)
+            nanosleep(&(struct timespec){.tv_nsec = 10000 << round / 2},
+                      NULL); /* 10 us to 3 ms: awake and asleep */
         must(lk_accumulate(pool, N, (uintptr_t)x, (uintptr_t)y, LK_FP32, 1.0f, 1), "accumulate", round);
+    }
     for (int i = 0; i < N; i++)
         if (x[i] != 20.0f)
             fail("a chunk was lost or done twice", i, (long)x[i]);
@@ -250,6 +259,7 @@ static void callers_at_once(int threads) {
     for (int i = 0; i < 4; i++)
         must(pthread_join(made[i], NULL), "pthread_join", i);
     must(lk_stop(pool), "stop", threads);
+    lk_rouse(pool, &(lk_adam_args){.n = 1 << 20}, 1);
     if (lk_has_nonfinite(pool, 0, 0, LK_FP32) != -EBADF)
         fail("a stopped pool works", 0, 0);
     lk_free(pool);

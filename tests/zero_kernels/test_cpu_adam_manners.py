@@ -8,7 +8,9 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Callable
+from fractions import Fraction
 
+import numpy as np
 import pytest
 import torch
 from torch.optim import lr_scheduler
@@ -145,6 +147,38 @@ def test_options_of_torch_that_it_cannot_follow_are_refused(kernels, options):
     (name, value), *_ = options.items()
     with pytest.raises(ValueError, match=f"{name}={value}.*leave these options out"):
         CPUAdam([torch.ones(3)], kernels=kernels, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lr": "1e-3"}, r"group 0: lr = '1e-3' is of type str; give a number"),
+        ({"lr": None}, "group 0: lr = None is of type NoneType"),
+        ({"betas": (0.9, "0.99")}, r"betas\[1\] = '0.99' is of type str"),
+        ({"eps": b"1e-8"}, "eps = b'1e-8' is of type bytes"),
+        ({"weight_decay": 1j}, "weight_decay = 1j is of type complex"),
+    ],
+)
+def test_options_that_are_no_numbers_are_refused(kernels, options, message):
+    """Text comes from configuration files; YAML reads 1e-3 as text."""
+    with pytest.raises(TypeError, match=message):
+        CPUAdam([torch.ones(3)], kernels=kernels, **options)
+    good = CPUAdam([torch.ones(3)], kernels=kernels)
+    good.param_groups[0].update(options)
+    good.param_groups[0]["params"][0].grad = torch.ones(3)
+    with pytest.raises(TypeError, match=message):
+        good.step()
+    assert len(good.state) == 0
+
+
+def test_numbers_of_any_kind_are_options(kernels):
+    params = [torch.ones(3)], [torch.ones(3)]
+    kinds = CPUAdam(params[0], lr=np.float32(0.5), eps=Fraction(1, 2), weight_decay=1, kernels=kernels)
+    plain = CPUAdam(params[1], lr=0.5, eps=0.5, weight_decay=1.0, kernels=kernels)
+    for optimizer in (kinds, plain):
+        optimizer.param_groups[0]["params"][0].grad = torch.ones(3)
+        optimizer.step()
+    assert torch.equal(params[0][0], params[1][0])
 
 
 def test_the_state_dict_of_a_foreach_adam_loads(kernels):

@@ -119,7 +119,7 @@ INLINE void adam_vector(const adam_constants *c, const adam_planes *at, int64_t 
 /* Asks for the lines of `count` elements, AHEAD elements further on (a prefetch past the end does no harm).
  * The processor's own prefetchers follow few streams and stop at 4 KiB: with five to eight streams this was
  * worth 5 to 20 % on planes beyond the cache. */
-enum { AHEAD = 512, LINE = 64 };
+enum { AHEAD = 256, LINE = 64 };
 
 INLINE void prefetch(const void *plane, int64_t i, size_t size, size_t count, int written) {
     uintptr_t address = (uintptr_t)plane + ((size_t)i + AHEAD) * size;

@@ -1,5 +1,9 @@
 /* The thread pool.
  *
+ * [Note: Shares] Each thread begins with a contiguous share of the chunks and takes them from its front, so
+ * that it streams through memory and what it prefetched is its own next chunk; whoever is through takes
+ * single chunks from the back of the others' shares, so a thread that comes late or is slow holds nobody up.
+ *
  * [Note: The gate] One 64-bit word says which job is open and how many workers are inside it:
  *     generation << 32 | open << 31 | inside
  * A worker enters by a compare-and-swap that only succeeds while the job is open, so a worker that wakes late
@@ -7,10 +11,10 @@
  * pool costs a small call nothing but the wake-up system call.  The job's fields may be changed only while
  * the gate is shut and empty.
  *
- * Workers spin for some microseconds after a job (steps over many parameters call back to back), then sleep
- * on a futex. */
+ * Workers wait awake for the next job, as patience.h says, then sleep on a futex. */
 #define _GNU_SOURCE
 #include "pool.h"
+#include "patience.h"
 #include <errno.h>
 #include <linux/futex.h>
 #include <pthread.h>
@@ -24,24 +28,33 @@
 
 #define OPEN ((uint64_t)1 << 31)
 #define INSIDE (OPEN - 1)
-enum { SPIN_NS = 20000, PAUSES_PER_CLOCK_READ = 64 };
+enum { PAUSES_PER_CLOCK_READ = 32 };
+
+typedef struct {
+    _Alignas(64) _Atomic uint64_t chunks; /* first << 32 | end */
+} share;
 
 typedef struct {
     lk_threads *threads;
     pthread_t thread;
-    int core; /* -1: not bound */
+    int core;      /* -1: not bound */
+    int own_share; /* index */
 } worker;
 
 struct lk_threads {
     _Alignas(64) _Atomic uint64_t gate;
-    _Alignas(64) _Atomic int64_t next;  /* next chunk to claim */
-    _Alignas(64) _Atomic uint32_t bell; /* futex of the workers: rung for each job and at the end */
+    _Alignas(
+        64) _Atomic uint32_t bell; /* futex of the workers: rung for each job, to rouse, and at the end */
     _Atomic uint32_t sleepers;
+    _Atomic int promised;               /* rung to rouse: the job is still to come */
+    _Atomic uint32_t gaps;              /* between the last jobs, see patience.h */
     _Alignas(64) _Atomic uint32_t left; /* futex of the caller: counts how often the last one inside left */
     _Atomic uint32_t caller_sleeps;
     lk_chunk_fn fn;
     void *context;
-    int64_t chunks;
+    share *shares; /* one per thread that works */
+    int num_shares;
+    int64_t ended_ns; /* when the last job was done */
     _Atomic int stopping;
     pthread_mutex_t turn; /* one job at a time */
     pid_t owner;
@@ -68,12 +81,38 @@ static int64_t now_ns(void) {
     return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
 }
 
-static void work(lk_threads *t) {
-    for (;;) {
-        int64_t chunk = atomic_fetch_add_explicit(&t->next, 1, memory_order_relaxed);
-        if (chunk >= t->chunks)
-            return;
-        t->fn(t->context, chunk);
+/* Deals the chunks out in contiguous shares, the larger ones first. */
+static void deal(lk_threads *t, int64_t chunks) {
+    int64_t each = chunks / t->num_shares, more = chunks % t->num_shares, first = 0;
+    for (int i = 0; i < t->num_shares; i++) {
+        int64_t end = first + each + (i < more);
+        atomic_store_explicit(&t->shares[i].chunks, (uint64_t)first << 32 | (uint64_t)end,
+                              memory_order_relaxed);
+        first = end;
+    }
+}
+
+/* Takes the first or last chunk of a share; -1 when none is left. */
+static int64_t take(share *s, int last) {
+    uint64_t have = atomic_load_explicit(&s->chunks, memory_order_relaxed), left;
+    int64_t first, end;
+    do {
+        first = (int64_t)(have >> 32);
+        end = (int64_t)(have & UINT32_MAX);
+        if (first == end)
+            return -1;
+        left = last ? have - 1 : have + ((uint64_t)1 << 32);
+    } while (!atomic_compare_exchange_weak_explicit(&s->chunks, &have, left, memory_order_relaxed,
+                                                    memory_order_relaxed));
+    return last ? end - 1 : first;
+}
+
+static void work(lk_threads *t, int own) {
+    for (int i = 0; i < t->num_shares; i++) {
+        share *s = &t->shares[(own + i) % t->num_shares];
+        int64_t chunk;
+        while ((chunk = take(s, i > 0)) >= 0)
+            t->fn(t->context, chunk);
     }
 }
 
@@ -99,15 +138,27 @@ static void leave(lk_threads *t) {
     }
 }
 
+/* True when somebody else has run on this core meanwhile: it is wanted. */
+static int give_way(void) {
+    int64_t before = now_ns();
+    sched_yield();
+    return now_ns() - before > LK_WANTED_NS;
+}
+
 static void wait_for_bell(lk_threads *t, uint32_t heard) {
-    int64_t until = now_ns() + SPIN_NS;
+    int promised = atomic_load_explicit(&t->promised, memory_order_relaxed);
+    uint32_t gaps = atomic_load_explicit(&t->gaps, memory_order_relaxed);
+    int64_t began = now_ns(), waited = 0, patience = lk_patience_ns(gaps, promised);
     do {
         for (int i = 0; i < PAUSES_PER_CLOCK_READ; i++) {
             if (atomic_load_explicit(&t->bell, memory_order_acquire) != heard)
                 return;
             cpu_relax();
         }
-    } while (now_ns() < until);
+        if (waited > LK_BRIEF_NS && give_way())
+            break;
+        waited = now_ns() - began;
+    } while (waited < patience);
     atomic_fetch_add_explicit(&t->sleepers, 1, memory_order_seq_cst);
     while (atomic_load_explicit(&t->bell, memory_order_seq_cst) == heard)
         futex(&t->bell, FUTEX_WAIT, heard); /* EAGAIN and EINTR: looked at again */
@@ -115,12 +166,13 @@ static void wait_for_bell(lk_threads *t, uint32_t heard) {
 }
 
 static void *worker_main(void *argument) {
-    lk_threads *t = ((worker *)argument)->threads;
+    const worker *self = argument;
+    lk_threads *t = self->threads;
     uint32_t seen = 0;
     for (;;) {
         uint32_t heard = atomic_load_explicit(&t->bell, memory_order_acquire);
         if (enter(t, &seen)) {
-            work(t);
+            work(t, self->own_share);
             leave(t);
         } else if (atomic_load_explicit(&t->stopping, memory_order_acquire)) {
             return NULL;
@@ -136,9 +188,14 @@ static void ring(lk_threads *t) {
         futex(&t->bell, FUTEX_WAKE, INT32_MAX);
 }
 
-/* All chunks are claimed, and, once the gate is shut, all who claimed them have left. */
-static int claimed(lk_threads *t) {
-    return atomic_load_explicit(&t->next, memory_order_acquire) >= t->chunks;
+/* All chunks are taken, and, once the gate is shut, all who took them have left. */
+static int all_taken(lk_threads *t) {
+    for (int i = 0; i < t->num_shares; i++) {
+        uint64_t have = atomic_load_explicit(&t->shares[i].chunks, memory_order_relaxed);
+        if (have >> 32 != (have & UINT32_MAX))
+            return 0;
+    }
+    return 1;
 }
 
 static int empty(lk_threads *t) {
@@ -148,7 +205,7 @@ static int empty(lk_threads *t) {
 static void caller_waits(lk_threads *t, int (*done)(lk_threads *)) {
     if (done(t))
         return;
-    int64_t until = now_ns() + SPIN_NS;
+    int64_t until = now_ns() + LK_BRIEF_NS;
     do {
         for (int i = 0; i < PAUSES_PER_CLOCK_READ; i++) {
             if (done(t))
@@ -172,10 +229,19 @@ int lk_threads_check(const lk_threads *t) {
     return atomic_load_explicit(&t->stopping, memory_order_acquire) ? -EBADF : 0;
 }
 
+void lk_threads_rouse(lk_threads *t, int64_t chunks) {
+    if (lk_threads_check(t) || t->num_workers == 0 || chunks <= 1)
+        return;
+    atomic_store_explicit(&t->promised, 1, memory_order_relaxed);
+    ring(t); /* those still awake hear it too, and stay so */
+}
+
 int lk_threads_run(lk_threads *t, int64_t chunks, lk_chunk_fn fn, void *context) {
     int rc = lk_threads_check(t);
     if (rc)
         return rc;
+    if (chunks > UINT32_MAX)
+        return -EOVERFLOW;
     if (t->num_workers == 0 || chunks <= 1) {
         for (int64_t i = 0; i < chunks; i++)
             fn(context, i);
@@ -186,19 +252,22 @@ int lk_threads_run(lk_threads *t, int64_t chunks, lk_chunk_fn fn, void *context)
     if (rc == 0) {
         t->fn = fn;
         t->context = context;
-        t->chunks = chunks;
-        atomic_store_explicit(&t->next, 0, memory_order_relaxed);
+        deal(t, chunks);
+        uint32_t gaps = atomic_load_explicit(&t->gaps, memory_order_relaxed);
+        atomic_store_explicit(&t->gaps, lk_gaps_with(gaps, now_ns() - t->ended_ns), memory_order_relaxed);
+        atomic_store_explicit(&t->promised, 0, memory_order_relaxed);
         uint64_t generation = (atomic_load_explicit(&t->gate, memory_order_relaxed) >> 32) + 1;
         if ((uint32_t)generation == 0)
             generation = 1; /* 0 is what a new worker has seen */
         atomic_store_explicit(&t->gate, generation << 32 | OPEN, memory_order_release);
         ring(t);
         if (t->caller_works)
-            work(t);
+            work(t, 0);
         else
-            caller_waits(t, claimed);
+            caller_waits(t, all_taken);
         atomic_fetch_and_explicit(&t->gate, ~OPEN, memory_order_acq_rel);
         caller_waits(t, empty);
+        t->ended_ns = now_ns();
     }
     pthread_mutex_unlock(&t->turn);
     return rc;
@@ -212,6 +281,7 @@ static int start_worker(lk_threads *t, int index, int core) {
         return -rc;
     w->threads = t;
     w->core = core;
+    w->own_share = index + t->caller_works; /* the caller's is the first */
     if (core >= 0) {
         size_t bytes = CPU_ALLOC_SIZE(core + 1);
         cpu_set_t *set = CPU_ALLOC(core + 1);
@@ -242,23 +312,33 @@ int lk_threads_start(lk_threads **out, int num_threads, const int *cores, int nu
     int num_workers = bound ? num_threads : num_threads - 1;
     size_t bytes = sizeof(lk_threads) + (size_t)num_workers * sizeof(worker);
     lk_threads *t = aligned_alloc(64, (bytes + 63) / 64 * 64);
-    if (t == NULL)
+    share *shares = aligned_alloc(64, (size_t)num_threads * sizeof(share));
+    if (t == NULL || shares == NULL) {
+        free(t);
+        free(shares);
         return -ENOMEM;
+    }
+    t->shares = shares;
+    t->num_shares = num_threads;
+    for (int i = 0; i < num_threads; i++)
+        atomic_init(&shares[i].chunks, 0);
     atomic_init(&t->gate, 0);
-    atomic_init(&t->next, 0);
     atomic_init(&t->bell, 0);
     atomic_init(&t->sleepers, 0);
+    atomic_init(&t->promised, 0);
+    atomic_init(&t->gaps, 0);
     atomic_init(&t->left, 0);
     atomic_init(&t->caller_sleeps, 0);
     atomic_init(&t->stopping, 0);
     t->fn = NULL;
     t->context = NULL;
-    t->chunks = 0;
+    t->ended_ns = 0;
     t->owner = getpid();
     t->num_workers = 0;
     t->caller_works = !bound;
     int rc = pthread_mutex_init(&t->turn, NULL);
     if (rc) {
+        free(shares);
         free(t);
         return -rc;
     }
@@ -291,5 +371,6 @@ int lk_threads_stop(lk_threads *t) {
 void lk_threads_free(lk_threads *t) {
     if (lk_threads_stop(t) == 0) /* in a forked child the mutex may be held by a thread that is not there */
         pthread_mutex_destroy(&t->turn);
+    free(t->shares);
     free(t);
 }
