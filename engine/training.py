@@ -203,8 +203,7 @@ class TrainingEngine(EnginePersistence, EngineFace):
             self.window.forget()
             self.recover("a step")
             raise
-        if not optimizer.outcome.skipped:
-            self.runtime.finish_step()
+        self.runtime.finish_step(applied=not optimizer.outcome.skipped)
 
     def recover(self, what: str, *, frozen_too: bool = False) -> None:
         """After ``what`` was cut: on NVMe the old state still counts, and what memory caches of it is read again. State that

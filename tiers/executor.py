@@ -2,10 +2,16 @@
 
 Mechanism only: which group to fetch or evict is decided in scheduler.py. The executor is used from the thread that
 runs forward and backward; transfers run in the native layer.
+
+[Note: renewed copies] An update writes the new parameters into the fetched copy of their group, too, where there is one that
+nothing computes with any more. Until the update is committed such a copy is ahead of its home: it is DIRTY, and a use of its
+group drops it and fetches what still counts. With the commit it counts like its home and is kept for the next step, which
+need not read it. Kept copies lie there unbound, so that nobody can change one behind its home's back.
 """
 
 import time
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -45,11 +51,19 @@ class Source(Protocol):
     @property
     def nbytes(self) -> int: ...
 
+    @property
+    def outlives_step(self) -> bool:
+        """Whether a fetched copy can be used in the next step: nothing changes it, or the update renews it."""
+
     def start(self, block: Block, priority: Priority) -> Transfer | None:
         """Begin filling ``block``; None when that cannot begin now (no staging memory) and it was no demand."""
 
     def bind(self, block: Block) -> None:
         """The block is filled: let the parameters point into it."""
+
+    def keep(self, block: Block, *, renewed: bool) -> Transfer:
+        """What is left to do before a block that was filled once can be bound again; nothing is read from home.
+        ``renewed``: this rank's part of it has newer values than the other ranks'."""
 
     def unbind(self) -> None:
         """Let go of every reference into the block."""
@@ -63,6 +77,8 @@ class ExecutorCounters:
     fetches: int = 0
     demand_fetches: int = 0
     fetched_bytes: int = 0
+    kept_bytes: int = 0
+    """Bytes of copies that were kept from the step before and used."""
     evictions: int = 0
     deviations: int = 0
 
@@ -73,14 +89,24 @@ class _Seat:
 
     residency: Residency = Residency.ABSENT
     block: Block | None = None
-    transfer: Transfer | None = None
+    transfer: Transfer | None = None  # under way, or left to do before a kept copy is used
     started: float = 0.0
     pins: int = 0
+
+    @property
+    def usable(self) -> bool:
+        """Bound, with the values that count."""
+        return self.residency is Residency.RESIDENT and self.transfer is None
+
+    @property
+    def kept(self) -> bool:
+        """Filled in an earlier step and not used since."""
+        return self.residency is Residency.RESIDENT and self.transfer is not None
 
 
 @dataclass(kw_only=True)
 class Executor:
-    """Keeps groups resident while they are used and prefetches along the trace.
+    """Keeps groups resident while they are used, and where there is room until they are used again; prefetches along the trace.
 
     ``acquire`` returns once the group's parameters are usable. ``pin`` keeps it from being evicted until the same
     number of ``unpin``. The group that was acquired last is never evicted either.
@@ -98,19 +124,18 @@ class Executor:
         self.homes_changed()
         self._current = -1
         self._compute_since = time.perf_counter()
-        self._held_open = False
 
     # -- use ---------------------------------------------------------------------------------------------------
 
     def acquire(self, index: int) -> None:
         """Make the group usable, waiting for it if need be; then prefetch what comes next."""
         seat = self._seats[index]
-        if index == self._current and seat.residency is Residency.RESIDENT:
+        if index == self._current and seat.usable:
             return
         now = time.perf_counter()
         self.trace.observe(index, now - self._compute_since)
         self._current = index
-        if seat.residency is not Residency.RESIDENT:
+        if not seat.usable:
             self._make_resident(index)
         self._prefetch()
         for other in self._seats:
@@ -128,27 +153,43 @@ class Executor:
             raise RuntimeError(f"{self.sources[index].name} is released more often than it was used")
         seat.pins -= 1
 
-    def block_of(self, index: int) -> Block | None:
-        """The block of a resident group, else None."""
-        seat = self._seats[index]
-        return seat.block if seat.residency is Residency.RESIDENT else None
-
     # -- the life of a step --------------------------------------------------------------------------------------
+
+    def change(self, index: int) -> bool:
+        """An update is about to write into the group's copy. False where it must not: there is none, or it is in use."""
+        seat = self._seats[index]
+        if seat.pins or not (seat.usable or seat.residency is Residency.DIRTY):
+            return False
+        seat.residency = seat.residency.change()
+        return True
+
+    def changes_dropped(self) -> None:
+        """The update is not going to count: what it wrote into copies is dropped."""
+        for index, seat in enumerate(self._seats):
+            if seat.residency is Residency.DIRTY:
+                self._evict(index)
+
+    def committed(self, changed: AbstractSet[int], renewed: AbstractSet[int]) -> None:
+        """The homes of the ``changed`` groups hold newer values. The copies of those ``renewed`` have them, too, and are kept;
+        other copies of them are dropped. Raises RuntimeError for one that is in use."""
+        for index, seat in enumerate(self._seats):
+            if index in renewed and seat.residency is Residency.DIRTY:
+                self._keep(index, renewed=True)
+            elif index in changed or seat.residency is Residency.DIRTY:
+                self._remove(index)
 
     def invalidate(self) -> None:
         """Drop every fetched copy: the homes hold newer values. Waits for transfers under way."""
-        for index, seat in enumerate(self._seats):
-            if seat.residency is Residency.FETCHING:
-                self._drop(index)
-            if seat.residency is Residency.RESIDENT:
-                if seat.pins:
-                    raise RuntimeError(f"{self.sources[index].name} is in use and cannot be dropped")
-                self._evict(index)
+        for index in range(len(self._seats)):
+            self._remove(index)
         self._current = -1
 
     def end_step(self) -> None:
-        """Close the step's trace, drop the stale copies and begin to fetch for the next step."""
-        self.invalidate()
+        """Close the step's trace, keep the copies that still count, and begin to fetch for the next step."""
+        for index, seat in enumerate(self._seats):
+            if seat.usable and not seat.pins:
+                self._keep(index, renewed=False)
+        self._current = -1
         self.counters.deviations += self.trace.deviant
         self.trace.end_step()
         self._prefetch()
@@ -157,6 +198,12 @@ class Executor:
     def homes_changed(self) -> None:
         """Some groups are fetched from now on that were used at home before, or the other way round."""
         self._scheduler = Scheduler(sizes=[source.nbytes for source in self.sources], lookahead=self.lookahead)
+        self.trace.carry(index for index, source in enumerate(self.sources) if source.outlives_step)
+
+    def forget_trace(self) -> None:
+        """Record the next step anew."""
+        self.trace = TraceCursor()
+        self.homes_changed()
 
     def take_counters(self) -> ExecutorCounters:
         taken, self.counters = self.counters, ExecutorCounters()
@@ -198,6 +245,10 @@ class Executor:
     def _make_resident(self, index: int) -> None:
         seat = self._seats[index]
         began = time.perf_counter()
+        if seat.residency is Residency.DIRTY:
+            self._evict(index)  # see [Note: renewed copies]
+        if seat.kept:
+            self.counters.kept_bytes += self.sources[index].nbytes
         if seat.residency is Residency.ABSENT:
             self.counters.demand_fetches += 1
             while not self._start(index, self._room_for(index), Priority.DEMAND):
@@ -237,12 +288,14 @@ class Executor:
         try:
             transfer.wait()
         except BaseException:
-            seat.residency = seat.residency.fail()
+            fetching = seat.residency is Residency.FETCHING
+            seat.residency = seat.residency.fail() if fetching else seat.residency.evict()
             seat.block = None
             block.free()
             raise
-        seat.residency = seat.residency.arrive()
-        self.spans.add("nvme->host: parameters", source.name, seat.started, time.perf_counter())
+        if seat.residency is Residency.FETCHING:
+            seat.residency = seat.residency.arrive()
+            self.spans.add("nvme->host: parameters", source.name, seat.started, time.perf_counter())
         source.bind(block)
 
     def _drop(self, index: int) -> None:
@@ -260,12 +313,36 @@ class Executor:
 
     def _evict(self, index: int) -> None:
         seat = self._seats[index]
-        seat.residency = seat.residency.evict()
-        block, seat.block = seat.block, None
-        self.sources[index].unbind()
+        bound = not seat.kept
+        seat.residency = seat.residency.drop() if seat.residency is Residency.DIRTY else seat.residency.evict()
+        block, seat.block, seat.transfer = seat.block, None, None
+        if bound:
+            self.sources[index].unbind()
         if block is not None:
             block.free()
         self.counters.evictions += 1
+
+    def _keep(self, index: int, *, renewed: bool) -> None:
+        """Let go of a bound copy, not of what it holds."""
+        seat, source = self._seats[index], self.sources[index]
+        if seat.pins:
+            raise RuntimeError(f"{source.name} is in use and cannot be let go of")
+        if seat.block is None:
+            raise RuntimeError(f"{source.name} has no copy to be kept")
+        if renewed:
+            seat.residency = seat.residency.write().written()
+        source.unbind()
+        seat.transfer = source.keep(seat.block, renewed=renewed)
+
+    def _remove(self, index: int) -> None:
+        """Have no copy of the group, whatever there is now."""
+        seat = self._seats[index]
+        if seat.pins:
+            raise RuntimeError(f"{self.sources[index].name} is in use and cannot be dropped")
+        if seat.residency is Residency.FETCHING:
+            self._drop(index)
+        elif seat.residency is not Residency.ABSENT:
+            self._evict(index)
 
     def _room_for(self, index: int) -> Block:
         """A block for a demanded group."""

@@ -53,6 +53,8 @@ class Simulation:
     peak_window_bytes: int
     lower_bound_s: float
     barrier_bound_s: float
+    kept: tuple[int, ...] = ()
+    """Groups whose copies were kept from the step before."""
     actions: tuple[Action, ...] = ()
     uses: tuple[Use, ...] = ()
     spans: Spans = field(default_factory=Spans)
@@ -115,6 +117,8 @@ class _Seat:
     nbytes: int
     arrival: Signal
     started: float
+    dirty: bool = False  # an update writes into it
+    fetched: bool = True  # in this step, or ahead of it; else kept from the one before
 
 
 @dataclass(kw_only=True)
@@ -129,6 +133,7 @@ class _Totals:
     up_bytes: int = 0
     compute_s: float = 0.0
     fetches: int = 0
+    kept: tuple[int, ...] = ()
     actions: list[Action] = field(default_factory=list)
     uses: list[Use] = field(default_factory=list)
     peak_window: int = 0
@@ -159,7 +164,9 @@ class _Machine:
         self.up_channel = Channel(queue=self.queue)
         self.cores = Channel(queue=self.queue, pace_together=0.5 if step.shared_cores else 1.0)
         self.scheduler = Scheduler(sizes=[group.window_bytes for group in step.groups], lookahead=step.lookahead)
-        self.order = Order(access.group for access in step.accesses if step.groups[access.group].window_bytes)
+        self.order = Order(
+            (access.group for access in step.accesses if step.groups[access.group].window_bytes), step.carried
+        )
         self.position = -1
         self.seats: dict[int, _Seat] = {}
         self.held = 0
@@ -174,8 +181,10 @@ class _Machine:
             spans=self.spans,
             buffer_count=step.buffer_count,
             computed=self._release_gradient,
-            is_fetched=lambda group: (seat := self.seats.get(group)) is not None and seat.arrival.fired,
+            has_copy=self._has_copy,
+            renew=self._renew,
         )
+        self._copies: dict[int, _Seat | None] = {}
         self.open_gradients = 0
         self._early: dict[int, list[UpdateModel]] = {}
         for update in step.updates:
@@ -204,24 +213,26 @@ class _Machine:
                 yield self.cores.serve(PASSES, access.compute_s)
                 self._note_use(access.group, asked, seat, began)
                 for update in self._early.get(index, ()):
-                    self.updater.submit(update)
+                    self._submit(update)
             self.totals.passes_ended = self.queue.now
             for update in self._late:
                 self.open_gradients += update.gradient_bytes
-                self.updater.submit(update)
+                self._submit(update)
             self.totals.peak_gradients = max(self.totals.peak_gradients, self.open_gradients)
             yield from self.updater.drain()
             if self.step.commit_s:
                 yield self.queue.after(self.step.commit_s)
-            yield from self._invalidate()
+            yield from self._settle_copies()
             self.result = self._finish()
             self._prefetch()
         self.updater.stop()
 
     def _begin_step(self) -> None:
         self.totals = _Totals(began=self.queue.now)
-        for group in self.seats:  # fetched ahead, between the steps
-            self._count_fetch(group)
+        self.totals.kept = tuple(group for group, seat in self.seats.items() if not seat.fetched)
+        for group, seat in self.seats.items():
+            if seat.fetched:  # ahead, between the steps
+                self._count_fetch(group)
         self.totals.peak_window = self.held
         self.totals.busy = {name: channel.busy_s for name, channel in self._channels()}
         self.updater.begin_step()
@@ -232,6 +243,8 @@ class _Machine:
         asked = self.queue.now
         self.position = (self.position + 1) % len(self.order.groups)
         self.current = group
+        if group in self.seats and self.seats[group].dirty:  # ahead of what counts: see executor.py
+            self._evict(group)
         if group not in self.seats:
             yield from self._make_room(group)
             self._fetch(group, Priority.DEMAND)
@@ -331,10 +344,37 @@ class _Machine:
             yield self.seats[victim].arrival  # the memory is free only once nothing writes to it
             self._evict(victim)
 
-    def _invalidate(self) -> Process:
-        for group in list(self.seats):
-            yield self.seats[group].arrival
-            self._evict(group)
+    # -- copies and updates: [Note: renewed copies] in executor.py -------------------------------------------------
+
+    def _submit(self, update: UpdateModel) -> None:
+        seat = self.seats.get(update.group) if update.renews else None
+        if seat is not None and not seat.arrival.fired:
+            seat = None
+        if seat is not None:
+            seat.dirty = True
+        self._copies[id(update)] = seat
+        self.updater.submit(update)
+
+    def _has_copy(self, update: UpdateModel) -> bool:
+        """Whether old parameters can be taken from a copy: any that is there, unless it is out of reach."""
+        seat = self.seats.get(update.group) if update.renews else None
+        return seat is not None and seat.arrival.fired
+
+    def _renew(self, update: UpdateModel) -> None:
+        """New parameters are written into the copy, if it is still the one that was there when the update was asked for."""
+        if self._copies[id(update)] is not self.seats.get(update.group):
+            self._copies[id(update)] = None
+
+    def _settle_copies(self) -> Process:
+        """After the commit: drop what is stale, keep the rest."""
+        for update in self.step.updates:
+            seat = self.seats.get(update.group)
+            if seat is not None and self._copies[id(update)] is not seat:
+                yield seat.arrival
+                self._evict(update.group)
+        for seat in self.seats.values():
+            seat.dirty = seat.fetched = False
+        self._copies.clear()
         self.current, self.position = -1, -1
 
     # -- the outcome -----------------------------------------------------------------------------------------------
@@ -370,6 +410,7 @@ class _Machine:
             peak_window_bytes=totals.peak_window,
             lower_bound_s=bound,
             barrier_bound_s=barrier_bound,
+            kept=totals.kept,
             actions=tuple(totals.actions),
             uses=tuple(totals.uses),
             spans=self.spans,

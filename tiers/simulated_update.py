@@ -38,17 +38,19 @@ class SimulatedUpdater:
         spans: Spans,
         buffer_count: int,
         computed: Callable[[UpdateModel], None],
-        is_fetched: Callable[[int], bool],
+        has_copy: Callable[[UpdateModel], bool],
+        renew: Callable[[UpdateModel], None],
     ) -> None:
-        """``computed`` is called when a job has used its gradient, ``is_fetched`` tells whether a group's copy is there.
-        ``disk`` may be None where nothing streams."""
+        """``computed`` is called when a job has used its gradient, ``has_copy`` tells whether it can read the fetched copy of its
+        group, ``renew`` has the new parameters of one sub-group written there. ``disk`` may be None where nothing streams."""
         self.queue = queue
         self.disk = disk
         self.disk_channel = disk_channel
         self.cores = cores
         self.spans = spans
         self._computed = computed
-        self._is_fetched = is_fetched
+        self._has_copy = has_copy
+        self._renew = renew
         self.open_jobs = 0
         self._unwritten = 0
         self._jobs: deque[UpdateModel] = deque()
@@ -125,7 +127,7 @@ class SimulatedUpdater:
             self._job_done(update)
 
     def _read(self, update: UpdateModel, part: SubGroup, is_last: bool) -> _Flight:
-        read_bytes = part.read_bytes - (part.param_bytes if self._is_fetched(update.group) else 0)
+        read_bytes = part.read_bytes - (part.param_bytes if self._has_copy(update) else 0)
         self.read_bytes += read_bytes
         if read_bytes and self.disk is not None:
             seconds, latency = self.disk.read_s(read_bytes), self.disk.read.latency_s
@@ -140,6 +142,7 @@ class SimulatedUpdater:
         began = self.queue.now
         yield self._adam(flight.part)
         self.spans.add("Adam", flight.update.name, began, self.queue.now)
+        self._renew(flight.update)
         self.written_bytes += flight.part.write_bytes
         if flight.part.write_bytes and self.disk is not None:
             seconds, latency = self.disk.write_s(flight.part.write_bytes), self.disk.write.latency_s

@@ -49,13 +49,15 @@ class UpdateModel:
     """One segment's update.
 
     ``after``: the access whose compute ends with the gradient final; None: only the step's end starts it. ``streams``: it
-    goes through update buffers. ``group``: whose parameters it updates, -1 when that does not matter. ``gradient_bytes`` are
-    taken while its gradient is open.
+    goes through update buffers. ``group``: whose fetched parameters it updates, -1 when they are not fetched. ``renews``: the
+    copy of that group is in its reach, so that it takes the old parameters from there and writes the new ones there, too;
+    else the copy is stale afterwards. ``gradient_bytes`` are taken while its gradient is open.
     """
 
     name: str
     sub_groups: tuple[SubGroup, ...]
     group: int = -1
+    renews: bool = True
     after: int | None = None
     streams: bool = True
     gradient_bytes: int = 0
@@ -101,6 +103,12 @@ class StepModel:
             room = self.gradient_room_bytes
             if room is not None and update.after is not None and update.gradient_bytes > room:
                 raise ValueError(f"gradient of {update.name}: {update.gradient_bytes:,} bytes of {room:,}")
+
+    @property
+    def carried(self) -> frozenset[int]:
+        """Groups whose copies outlive the step: no update makes them stale."""
+        stale = {update.group for update in self.updates if not update.renews}
+        return frozenset(range(len(self.groups))) - stale
 
     @property
     def early(self) -> bool:
@@ -182,7 +190,8 @@ def model_step(
             UpdateModel(
                 name=segment.name,
                 sub_groups=_sub_groups(segment, home, placement.sub_group_numel, times.adam_elements_per_s),
-                group=-1 if separate_device else segment.group,
+                group=-1 if home.param in in_place_tiers or segment.persistent else segment.group,
+                renews=home.param is Tier.NVME and not separate_device,
                 after=after,
                 streams=Tier.NVME in (home.state, home.param),
                 gradient_bytes=gradient,

@@ -5,6 +5,7 @@ Pure data. The first step records it; every later step walks along it and says w
 
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import overload
 
@@ -21,25 +22,33 @@ class Access:
 
 
 class Order:
-    """Groups in the order of their uses in one step, indexed so that a group's next use is found in O(log uses)."""
+    """Groups in the order of their uses in one step, indexed so that a group's next use is found in O(log uses).
 
-    def __init__(self, groups: Iterable[int]) -> None:
+    ``carried``: the groups whose copies outlive the step, so that their uses in the next one count, too.
+    """
+
+    def __init__(self, groups: Iterable[int], carried: AbstractSet[int] = frozenset()) -> None:
         self.groups = tuple(groups)
+        self.carried = carried
         self._positions: dict[int, list[int]] = {}
         for position, group in enumerate(self.groups):
             self._positions.setdefault(group, []).append(position)
 
     def distance(self, at: int, group: int) -> int:
-        """Uses from position ``at`` until the group's next one; NEVER when none follows."""
+        """Uses from position ``at`` until the group's next one, in this step or the next; NEVER when a copy is of no use
+        until then."""
         positions = self._positions.get(group, [])
         index = bisect_left(positions, at)
-        return positions[index] - at if index < len(positions) else NEVER
+        if index < len(positions):
+            return positions[index] - at
+        return len(self.groups) - at + positions[0] if positions and group in self.carried else NEVER
 
 
 class Upcoming(Sequence[int]):
     """The groups of the accesses to come in this step, nearest first: the trace from position ``at`` on.
 
-    It ends with the step: what is fetched for the next one before the update has run would be out of date.
+    It ends with the step: what is fetched for the next one before the update has run would be out of date. Only ``next_use``
+    looks beyond, for copies that outlive the step.
     """
 
     def __init__(self, order: Order, at: int) -> None:
@@ -62,7 +71,7 @@ class Upcoming(Sequence[int]):
         return self._order.groups[self._at + index if index >= 0 else index]
 
     def next_use(self, group: int) -> int:
-        """How many accesses from now the group is used; NEVER when it is not."""
+        """How many accesses from now the group is used, in this step or, carried over, in the next; else NEVER."""
         return self._order.distance(self._at, group)
 
 
@@ -85,6 +94,11 @@ class TraceCursor:
     _this_step: list[Access] = field(default_factory=list)
     _deviant_steps: int = 0
     _order: Order | None = None
+    _carried: frozenset[int] = frozenset()
+
+    def carry(self, groups: Iterable[int]) -> None:
+        """The groups whose copies outlive a step."""
+        self._carried, self._order = frozenset(groups), None
 
     @property
     def known(self) -> bool:
@@ -137,5 +151,5 @@ class TraceCursor:
     def ahead(self) -> Upcoming:
         """The accesses to come until the end of the step."""
         if self._order is None:
-            self._order = Order(access.group for access in self.recorded)
+            self._order = Order((access.group for access in self.recorded), self._carried)
         return Upcoming(self._order, self.position + 1)

@@ -273,6 +273,9 @@ def _apply(edits: Sequence[Edit]) -> None:
 
 def _apply_to(runtime: "ZeroRuntime", edits: Sequence[Edit]) -> None:
     stored: list[tuple[Place, Plane, torch.Tensor]] = []
+    changed = [edit.place.segment for edit in edits if edit.plane in (Plane.PARAM, Plane.MASTER)]
+    if fetched := {segment.group for segment in changed if not segment.in_place}:
+        runtime.executor.committed(fetched, frozenset())
     for edit in edits:
         segment, slot = edit.place.segment, edit.place.slot
         if edit.plane is Plane.GRAD:

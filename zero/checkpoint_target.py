@@ -64,8 +64,8 @@ class StateWriter:
         runtime = self._runtime
         store = runtime.store
         transaction = None
+        runtime.executor.invalidate()
         if store is not None:
-            runtime.executor.invalidate()
             frozen = any(segment.stored_planes for segment in runtime.segments if not segment.trainable)
             transaction = store.begin(replace_frozen=frozen)
         try:

@@ -21,7 +21,7 @@ from .grad_norm import clip_factor, global_norm
 from .gradient_plane import GradientPlane
 from .gradients import Gradients
 from .kernels import Kernels
-from .optimizer import StepOutcome
+from .optimizer import Copies, StepOutcome
 from .segment import Segment
 
 
@@ -67,6 +67,7 @@ class ClientOptimizer:
         self.param_steps: dict[int, int] = {}  # torch's optimizers count in their own state
         self.generation_meta: Callable[[], Mapping[str, object]] = dict
         self.updating = False
+        self.copies: Copies | None = None
         self._segments = [segment for segment in segments if segment.trainable]
         self._gradients = gradients
         self._kernels = kernels
@@ -139,7 +140,8 @@ class ClientOptimizer:
         del segment
         return False
 
-    def start_early(self, segment: Segment) -> None:
+    def start_early(self, segment: Segment, *, copy_in_use: bool = False) -> None:
+        del copy_in_use
         raise RuntimeError(f"{segment.name}: updates of a client's optimizer do not start early")
 
     def discard(self) -> None:
@@ -157,6 +159,8 @@ class ClientOptimizer:
             self.outcome = StepOutcome(grad_norm=norm, grad_multiplier=1.0, redone=0, skipped=True)
             return
         multiplier = clip_factor(norm, self.clip_norm) / grad_scale
+        if self.copies is not None:
+            self.copies.committed({segment.group for segment in self._segments if not segment.in_place}, frozenset())
         try:
             for master in self._masters:
                 master.tensor.grad = self._gradient(master, multiplier)

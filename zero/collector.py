@@ -15,7 +15,7 @@ class GradientCollector:
     """Every gradient passes through ``take``.
 
     ``early``: the segments whose update may start under the backward pass of a window's last micro-batch; ``still_used``
-    tells whether the rest of the backward pass needs a segment's parameters.
+    tells whether the rest of the backward pass needs a segment's parameters, ``copy_in_use`` whether it needs any of its group's.
     """
 
     def __init__(
@@ -26,12 +26,14 @@ class GradientCollector:
         *,
         early: Sequence[Segment],
         still_used: Callable[[Segment], bool],
+        copy_in_use: Callable[[Segment], bool],
     ) -> None:
         self._gradients = gradients
         self._optimizer = optimizer
         self._reducer = reducer
         self.update_early(early)
         self._still_used = still_used
+        self._copy_in_use = copy_in_use
         self._waiting: list[Segment] = []
         self._last_of_window = False
 
@@ -96,5 +98,5 @@ class GradientCollector:
             if segment.updated_where_used and self._still_used(segment):
                 still_waiting.append(segment)
             else:
-                self._optimizer.start_early(segment)
+                self._optimizer.start_early(segment, copy_in_use=self._copy_in_use(segment))
         self._waiting = still_waiting

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 from lamina.aio_native import Priority
 from lamina.tiers import Block, Home, Placement, Plane, SpaceError, Tier, Transaction
 from lamina.tiers.nvme.transaction import TransactionState
-from lamina.tiers.trace import TraceCursor
 
 from .segment import Segment
 
@@ -134,7 +133,7 @@ class Migration:
         runtime.residence.placement = target
         runtime.homes_changed()
         if {segment.name for segment in runtime.segments if not segment.in_place} - was_streamed:
-            runtime.executor.trace = TraceCursor()  # uses of what was at home were not recorded
+            runtime.executor.forget_trace()  # uses of what was at home were not recorded
 
     def _let_parameters_go(self, segment: Segment) -> None:
         if segment.home is None:

@@ -7,6 +7,7 @@ in between, the segment is simply updated again from the current generation.
 
 import math
 import time
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
@@ -71,6 +72,17 @@ class Migrating(Protocol):
     def generation_dropped(self) -> None: ...
 
 
+class Copies(Protocol):
+    """Fetched copies of groups' parameters, which an update makes stale or renews; see tiers/executor.py."""
+
+    def change(self, index: int) -> bool:
+        """Whether the update may write into the group's copy."""
+
+    def changes_dropped(self) -> None: ...
+
+    def committed(self, changed: AbstractSet[int], renewed: AbstractSet[int]) -> None: ...
+
+
 class TieredAdam(PlainOptimizer):
     """Adam or AdamW whose state lives on any tier. ``param_groups`` can be changed between steps as with torch.
 
@@ -103,8 +115,10 @@ class TieredAdam(PlainOptimizer):
         self._early: dict[int, _Early] = {}
         self._norms: dict[int, list[float]] = {}
         self._updated: dict[int, frozenset[int]] = {}
+        self._jobs: dict[int, UpdateJob] = {}  # the last one of each segment in this window
         self._group_of: dict[int, int] = {}  # index of each parameter's param group, found when it is asked for
         self.migration: Migrating | None = None
+        self.copies: Copies | None = None
         self.clip_norm = clip_norm
         self.retain_gradients = retain_gradients
         self.param_steps: dict[int, int] = {
@@ -125,13 +139,14 @@ class TieredAdam(PlainOptimizer):
 
     # -- before the step ----------------------------------------------------------------------------------------
 
-    def start_early(self, segment: Segment) -> None:
-        """Begin the update of a segment whose gradient is final, under the rest of the backward pass."""
+    def start_early(self, segment: Segment, *, copy_in_use: bool = False) -> None:
+        """Begin the update of a segment whose gradient is final, under the rest of the backward pass, which may still need
+        the fetched copy of its group."""
         plane = self._gradients[segment]
         self._norms[id(segment)] = partial_norms(self._kernels, plane)
         runs = self._runs(plane, plane.arrived)
         self._early[id(segment)] = _Early(runs=runs, arrived=frozenset(plane.arrived), grad_multiplier=1.0)
-        self._submit(plane, runs, 1.0, release=not self.retain_gradients, from_store=False)
+        self._submit(plane, runs, 1.0, release=not self.retain_gradients, from_store=False, copy_in_use=copy_in_use)
 
     def discard(self) -> None:
         """Forget the gradients of this window and every early update: nothing has happened."""
@@ -216,7 +231,14 @@ class TieredAdam(PlainOptimizer):
     # -- jobs ---------------------------------------------------------------------------------------------------
 
     def _submit(
-        self, plane: GradientPlane, runs: Sequence[Run], multiplier: float, *, release: bool, from_store: bool
+        self,
+        plane: GradientPlane,
+        runs: Sequence[Run],
+        multiplier: float,
+        *,
+        release: bool,
+        from_store: bool,
+        copy_in_use: bool = False,
     ) -> None:
         def done(job: UpdateJob) -> None:
             if release:
@@ -229,9 +251,16 @@ class TieredAdam(PlainOptimizer):
             grad_multiplier=multiplier,
             done=done,
             from_store=from_store,
+            copy=None if copy_in_use else self._copy_to_renew(plane.segment),
         )
         self._updated[id(plane.segment)] = frozenset(plane.arrived)
+        self._jobs[id(plane.segment)] = job
         self._updater.submit(job, self._open_transaction(plane.segment))
+
+    def _copy_to_renew(self, segment: Segment) -> "weakref.ref[torch.Tensor] | None":
+        if self.copies is None or not segment.copy_renewable or segment.flat is None:
+            return None
+        return weakref.ref(segment.flat) if self.copies.change(segment.group) else None
 
     def _open_transaction(self, segment: Segment) -> Transaction | None:
         if segment.stored_planes and self._transaction is None:
@@ -293,14 +322,18 @@ class TieredAdam(PlainOptimizer):
             if commit:
                 self._commit(transaction, step)
                 committed = True
+                self._settle_copies()
         finally:
             if transaction is not None:
                 transaction.abort()  # does nothing after a commit
                 if not committed and self.migration is not None:
                     self.migration.generation_dropped()
+            if not committed and self.copies is not None:
+                self.copies.changes_dropped()
             self._early.clear()
             self._norms.clear()
             self._updated.clear()
+            self._jobs.clear()
             self._gradients.release_all()
 
     def _commit(self, transaction: Transaction | None, step: int) -> None:
@@ -323,3 +356,11 @@ class TieredAdam(PlainOptimizer):
             for key in counted:
                 self.param_steps[key] -= 1
             raise
+
+    def _settle_copies(self) -> None:
+        """Tell which fetched copies are stale now, and which of them were renewed."""
+        if self.copies is None:
+            return
+        updated = [(s, self._jobs[id(s)]) for s in self._segments if id(s) in self._jobs and not s.in_place]
+        changed = {segment.group for segment, _ in updated}
+        self.copies.committed(changed, changed - {segment.group for segment, job in updated if not job.renewed})

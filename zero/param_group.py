@@ -46,6 +46,19 @@ class GroupFetch:
             handle.wait()
 
 
+class NothingToFetch:
+    """A copy that is complete as it lies."""
+
+    def advance(self) -> None:
+        """Nothing is under way."""
+
+    def wait(self) -> None:
+        """It is there."""
+
+    def drop(self) -> None:
+        """Nothing touches the memory."""
+
+
 @dataclass(kw_only=True)
 class DeviceFetch:
     """A group on its way into an accelerator's memory: NVMe to page-locked host memory, up on a stream, then the gather."""
@@ -127,6 +140,11 @@ class ParamGroup:
         """Bytes of the block that a fetch needs; 0 when everything is at home in memory."""
         return sum(round_up(segment.nbytes, PAGE) for segment in self.streamed)
 
+    @property
+    def outlives_step(self) -> bool:
+        """Whether its copy can be used in the next step: what is trained of it is renewed by the update."""
+        return all(segment.copy_renewable or not segment.trainable for segment in self.streamed)
+
     def offsets(self) -> list[tuple[Segment, int]]:
         """Each streamed segment with its byte offset in the block."""
         placed, offset = [], 0
@@ -190,6 +208,13 @@ class ParamGroup:
             segment.bind(block, offset)
             if segment.nbytes:  # an empty one shares its address with the next
                 self.bound[block.address + offset] = segment
+
+    def keep(self, block: Block, *, renewed: bool) -> GroupFetch | NothingToFetch:
+        """What is left to do before the block can be bound again: ranks that renewed their shards gather them."""
+        if not renewed or self.ranks.world_size == 1:
+            return NothingToFetch()
+        placed = [(segment, offset) for segment, offset in self.offsets() if segment.nbytes and segment.trainable]
+        return GroupFetch(block=block, segments=placed, handles=(), ranks=self.ranks)
 
     def unbind(self) -> None:
         for segment in self.streamed:

@@ -78,6 +78,7 @@ class ZeroRuntime:
         self.collector: GradientCollector | None = None
         if self.options.trains:
             self.optimizer = self._client() or self._tiered_adam(params)
+            self.optimizer.copies = self.executor
             self.collector = self._collector(self.optimizer)
         self.state = ZeroState(
             self.module,
@@ -160,6 +161,9 @@ class ZeroRuntime:
             reducer,
             early=self.early_segments,
             still_used=lambda segment: self.state.saved[id(segment)] > 0,
+            copy_in_use=lambda segment: any(
+                self.state.saved[id(other)] for other in self.groups[segment.group].streamed
+            ),
         )
 
     def _recompute_blocks(self) -> None:
@@ -241,9 +245,10 @@ class ZeroRuntime:
         if self.collector is not None:
             self.collector.close_window()
 
-    def finish_step(self) -> None:
-        """After the optimizer's step: the fetched copies are stale, the next step's first groups can be fetched."""
-        self.migration.after_commit()
+    def finish_step(self, *, applied: bool = True) -> None:
+        """After the optimizer's step, or after it was skipped: the next step's first groups can be fetched."""
+        if applied:
+            self.migration.after_commit()
         self.executor.end_step()
 
     def drop_window(self) -> None:

@@ -117,6 +117,15 @@ class Segment:
         return self.home is not None or self.device_home is not None
 
     @property
+    def copy_renewable(self) -> bool:
+        """Whether an update can write into a fetched copy: it reaches the memory, and has the parameters in a buffer.
+
+        Not where an optimizer of torch makes the update, not on an accelerator, and not where the parameters are at home in host
+        memory, from where a copy costs no read.
+        """
+        return not self.in_place and self.device is None and not self.client and self.param_tier is Tier.NVME
+
+    @property
     def home_offset(self) -> int:
         """Byte offset of this rank's shard in ``home``."""
         return self.layout.shard_range(self.rank)[0] * self.dtype.itemsize if self.replicated else 0

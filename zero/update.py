@@ -7,6 +7,7 @@ where it is on NVMe the segment streams through a few staging blocks, out of the
 import queue
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -42,7 +43,8 @@ class UpdateJob:
     """One segment's update. ``done`` is called in the update thread once the gradient has been used.
 
     ``from_store``: take the old parameters from the current generation although a copy is in memory (the copy may
-    hold a result that is to be replaced).
+    hold a result that is to be replaced). ``copy``: the flat layout of the group's fetched copy, which takes the new
+    parameters, too, for as long as it is not evicted; None where there is none that may be changed.
     """
 
     segment: Segment
@@ -51,7 +53,13 @@ class UpdateJob:
     grad_multiplier: float
     done: Callable[["UpdateJob"], None]
     from_store: bool = False
+    copy: "weakref.ref[torch.Tensor] | None" = None
     chunks_left: int = 0
+
+    @property
+    def renewed(self) -> bool:
+        """Once it is done: whether the fetched copy has all of its results."""
+        return self.copy is not None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -303,6 +311,8 @@ class Updater:
             handles.append(transaction.write(segment.name, spec.plane, view, offset=where, taken=taken))
         if job.from_store and segment.home is not None:
             self._refresh_cache(segment, flight, chunk)
+        if job.copy is not None and not _renew_copy(chunk, flight.staging.view[flight.offsets[Plane.PARAM] :]):
+            job.copy = None
         if segment.device_home is not None:
             self._copy_up(segment, chunk.begin, flight.staging.view[flight.offsets[Plane.PARAM] :], numel)
         self.counters.read_stall_s += ready - began
@@ -429,10 +439,28 @@ def _copy_fetched(chunk: _Chunk, into: memoryview) -> bool:
     if flat is None or segment.device is not None or segment.in_place:
         return False
     values = segment.shard_of(flat)[chunk.begin : chunk.end]
-    target = torch.frombuffer(into, dtype=segment.dtype)
-    for begin in range(0, chunk.end - chunk.begin, COPY_NUMEL):
-        target[begin : begin + COPY_NUMEL].copy_(values[begin : begin + COPY_NUMEL])
+    _copy(torch.frombuffer(into, dtype=segment.dtype), values)
     return True
+
+
+def _renew_copy(chunk: _Chunk, new: memoryview) -> bool:
+    """Write the chunk's new parameters into the group's fetched copy; False where that has gone.
+
+    It may be evicted at any moment, and even be fetched again, with the old values, which must stay: hence the job's own
+    reference, which dies with the copy it was given.
+    """
+    job, segment = chunk.job, chunk.job.segment
+    flat = job.copy() if job.copy is not None else None
+    if flat is None:
+        return False
+    values = torch.frombuffer(new, dtype=segment.dtype, count=chunk.end - chunk.begin)
+    _copy(segment.shard_of(flat)[chunk.begin : chunk.end], values)
+    return True
+
+
+def _copy(target: torch.Tensor, values: torch.Tensor) -> None:
+    for begin in range(0, values.numel(), COPY_NUMEL):
+        target[begin : begin + COPY_NUMEL].copy_(values[begin : begin + COPY_NUMEL])
 
 
 def _settle(*flights: deque[_InFlight]) -> None:

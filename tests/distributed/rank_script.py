@@ -54,14 +54,16 @@ def backward(engine: Any, loss: torch.Tensor, way: str) -> None:
         engine.backward(loss)
 
 
-def train(config: dict, accumulation: int, shape: dict, way: str = "") -> tuple[list[torch.Tensor], float]:
+def train(config: dict, accumulation: int, shape: dict, way: str = "") -> tuple[list[torch.Tensor], float, int]:
+    """Final masters, the norm of the last gradient, and bytes that the last step read from NVMe."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     model = build(**shape)
     with initialize(model, config=config)[0] as engine:
         for index in range(STEPS * accumulation):
             backward(engine, engine(*batch(index * world_size + rank, model.vocab)), way)
             engine.step()
-        return [get_full(parameter, "master") for parameter in model.parameters()], engine.get_global_grad_norm()
+        masters = [get_full(parameter, "master") for parameter in model.parameters()]
+        return masters, engine.get_global_grad_norm(), engine.metrics().link_bytes.get("nvme->host", 0)
 
 
 def reference(accumulation: int, shape: dict) -> list[torch.Tensor]:
@@ -94,7 +96,7 @@ def main(folder: str) -> None:
                 cases += [(f"{name}, {way}", changes, way) for name, changes in stages.items() for way in ways]
             for name, changes, way in cases:
                 config = settings(gradient_accumulation_steps=accumulation, **changes)
-                found, norm = train(config, accumulation, shape, way)
+                found, norm, read_bytes = train(config, accumulation, shape, way)
                 first = first or found
                 results.append(
                     {
@@ -106,6 +108,7 @@ def main(folder: str) -> None:
                         ),
                         "same_bits": all(torch.equal(a, b) for a, b in zip(found, first, strict=True)),
                         "norm": norm,
+                        "read_per_element": read_bytes * dist.get_world_size() / sum(item.numel() for item in found),
                     }
                 )
     if dist.get_rank() == 0:

@@ -35,7 +35,7 @@ def start(path: Path) -> TrainingEngine:
         "train_micro_batch_size_per_gpu": 1,
         "gradient_clipping": 1.0,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-        "tiers": {"nvme": [str(path)], "device_bytes": 200 * KIB, "host_bytes": 1500 * KIB},
+        "tiers": {"nvme": [str(path)], "device_bytes": 130 * KIB, "host_bytes": 1500 * KIB},
     }
     return initialize(Net(), config=config)[0]
 

@@ -119,6 +119,31 @@ def test_a_group_s_next_use_is_where_a_plain_search_finds_it(
     assert ahead.next_use(wanted) == (listed.index(wanted) if wanted in listed else NEVER)
 
 
+@given(
+    st.lists(st.integers(0, 5), min_size=1, max_size=20),
+    st.integers(0, 20),
+    st.sets(st.integers(0, 6)),
+    st.integers(0, 6),
+)
+def test_uses_in_the_next_step_count_for_copies_that_outlive_this_one(
+    groups: list[int], at: int, carried: set[int], wanted: int
+) -> None:
+    at = min(at, len(groups))
+    rest, both = groups[at:], groups[at:] + groups
+    seen = both if wanted in carried else rest
+    assert Upcoming(Order(groups, carried), at).next_use(wanted) == (seen.index(wanted) if wanted in seen else NEVER)
+
+
+def test_what_is_carried_can_change_with_the_homes() -> None:
+    cursor = TraceCursor()
+    run_step(cursor, [0, 1, 0])
+    for group in (0, 1, 0):
+        cursor.observe(group)
+    assert cursor.ahead.next_use(1) == NEVER
+    cursor.carry([1])
+    assert cursor.ahead.next_use(1) == 1
+
+
 def test_the_last_access_has_the_time_that_the_step_s_end_tells() -> None:
     cursor = TraceCursor()
     cursor.observe(0)
