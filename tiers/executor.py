@@ -10,7 +10,7 @@ need not read it. Kept copies lie there unbound, so that nobody can change one b
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -19,6 +19,7 @@ from lamina.aio_native import Priority
 
 from .arena import Arena, Block
 from .errors import BudgetError
+from .lookahead import Pace, Timetable
 from .plan import Verb
 from .residency import Residency
 from .scheduler import DeviceState, Scheduler
@@ -110,6 +111,9 @@ class Executor:
 
     ``acquire`` returns once the group's parameters are usable. ``pin`` keeps it from being evicted until the same
     number of ``unpin``. The group that was acquired last is never evicted either.
+
+    ``pace`` is asked once a step how long fetches take; without it, or where it gives None, they are issued as early as the
+    window allows, as far as ``lookahead``.
     """
 
     arena: Arena
@@ -118,9 +122,11 @@ class Executor:
     spans: Spans
     trace: TraceCursor = field(default_factory=TraceCursor)
     counters: ExecutorCounters = field(default_factory=ExecutorCounters)
+    pace: Callable[[], Pace | None] = lambda: None
 
     def __post_init__(self) -> None:
         self._seats = [_Seat() for _ in self.sources]
+        self._timetable: Timetable | None = None
         self.homes_changed()
         self._current = -1
         self._compute_since = time.perf_counter()
@@ -192,6 +198,8 @@ class Executor:
         self._current = -1
         self.counters.deviations += self.trace.deviant
         self.trace.end_step()
+        pace = self.pace()
+        self._timetable = Timetable(self.trace.recorded, pace) if pace is not None else None
         self._prefetch()
         self._compute_since = time.perf_counter()
 
@@ -203,6 +211,7 @@ class Executor:
     def forget_trace(self) -> None:
         """Record the next step anew."""
         self.trace = TraceCursor()
+        self._timetable = None
         self.homes_changed()
 
     def take_counters(self) -> ExecutorCounters:
@@ -234,7 +243,8 @@ class Executor:
         upcoming = self.trace.ahead
         if not upcoming:
             return
-        for action in self._scheduler.prefetch(self._state(), upcoming):
+        reach = self._timetable.reach(self.trace.position) if self._timetable is not None else None
+        for action in self._scheduler.prefetch(self._state(), upcoming, reach=reach):
             if action.verb is Verb.EVICT:
                 self._evict(action.group)
             else:

@@ -37,7 +37,7 @@ class DeviceState:
 
 @dataclass(frozen=True, kw_only=True)
 class Scheduler:
-    """Prefetches in trace order as far as ``lookahead`` accesses and the window allow."""
+    """Prefetches in trace order as far as the window allows, ``lookahead`` accesses at most."""
 
     sizes: Sequence[int]  # bytes of each group's fetched parameters
     lookahead: int
@@ -122,12 +122,14 @@ class Scheduler:
         """Bytes that are fetched again once these are evicted."""
         return sum(state.held[group] for group in groups if next_use(group) < NEVER)
 
-    def prefetch(self, state: DeviceState, upcoming: Sequence[int]) -> list[Action]:
-        """EVICT and FETCH actions to issue now, most urgent first."""
+    def prefetch(self, state: DeviceState, upcoming: Sequence[int], *, reach: int | None = None) -> list[Action]:
+        """EVICT and FETCH actions to issue now, most urgent first. ``reach``: later accesses need no fetch yet (lookahead.py);
+        None where that is not known, so that fetches are issued as early as they can be."""
+        far = self.lookahead if reach is None else min(self.lookahead, reach)
         held = dict(state.held)
         busy = set(state.busy)
         actions: list[Action] = []
-        for distance, group in enumerate(upcoming[: self.lookahead]):
+        for distance, group in enumerate(upcoming[:far]):
             if group in held or self.sizes[group] == 0:
                 continue
             now = DeviceState(held=held, busy=busy, capacity_bytes=state.capacity_bytes)

@@ -11,12 +11,13 @@ from lamina.aio_native import Priority
 
 from .bandwidth import DISK, TO_DEVICE, BandwidthModel, mixed_seconds
 from .event_queue import Channel, EventQueue, Process, Signal
+from .lookahead import EarlyUpdate, Pace, Timetable
 from .plan import Action, Verb
 from .scheduler import DeviceState, Scheduler
 from .simulated_update import PASSES, READ, SimulatedUpdater
 from .spans import Spans
 from .step_model import StepModel, UpdateModel
-from .trace import Order, Upcoming
+from .trace import Access, Order, Upcoming
 
 COMPUTE = "compute"
 
@@ -51,6 +52,8 @@ class Simulation:
     fetches: int
     peak_bytes: Mapping[str, int]
     peak_window_bytes: int
+    peak_ahead_bytes: int
+    """The most of the window that was held for uses to come: fetched or being fetched in this step, and not yet used."""
     lower_bound_s: float
     barrier_bound_s: float
     kept: tuple[int, ...] = ()
@@ -83,17 +86,20 @@ class Simulation:
                 "written_bytes",
                 "fetches",
             ),
-            *("peak_bytes", "peak_window_bytes", "lower_bound_s", "barrier_bound_s"),
+            *("peak_bytes", "peak_window_bytes", "peak_ahead_bytes", "lower_bound_s", "barrier_bound_s"),
         ]
         return {name: getattr(self, name) for name in names} | {"ratio": self.ratio, "binding": self.binding}
 
 
-def simulate(step: StepModel, links: BandwidthModel, *, steps: int = 2, record: bool = False) -> Simulation:
+def simulate(
+    step: StepModel, links: BandwidthModel, *, steps: int = 2, record: bool = False, timetable: bool = True
+) -> Simulation:
     """The last of ``steps`` steps in a row. ``record``: with every use, action and span (for tests and pictures).
+    ``timetable``: fetch just early enough (lookahead.py), as an executor does that knows the links; else as early as can be.
 
     Raises KeyError when a link that the step uses is not in the model, RuntimeError when a step could never end (our own fault).
     """
-    machine = _Machine(step, links, record=record)
+    machine = _Machine(step, links, record=record, timetable=timetable)
     machine.queue.start(machine.updater.run())
     training = machine.queue.start(machine.train(steps))
     machine.queue.run()
@@ -119,6 +125,7 @@ class _Seat:
     started: float
     dirty: bool = False  # an update writes into it
     fetched: bool = True  # in this step, or ahead of it; else kept from the one before
+    used: bool = False
 
 
 @dataclass(kw_only=True)
@@ -137,6 +144,7 @@ class _Totals:
     actions: list[Action] = field(default_factory=list)
     uses: list[Use] = field(default_factory=list)
     peak_window: int = 0
+    peak_ahead: int = 0
     peak_buffers: int = 0
     peak_gradients: int = 0
 
@@ -148,7 +156,7 @@ class _Totals:
 class _Machine:
     """Everything that runs in one simulation."""
 
-    def __init__(self, step: StepModel, links: BandwidthModel, *, record: bool) -> None:
+    def __init__(self, step: StepModel, links: BandwidthModel, *, record: bool, timetable: bool) -> None:
         self.step = step
         self.record = record
         self.spans = Spans(enabled=record)
@@ -167,6 +175,7 @@ class _Machine:
         self.order = Order(
             (access.group for access in step.accesses if step.groups[access.group].window_bytes), step.carried
         )
+        self.timetable = self._timetable() if timetable else None
         self.position = -1
         self.seats: dict[int, _Seat] = {}
         self.held = 0
@@ -191,6 +200,29 @@ class _Machine:
             if update.after is not None:
                 self._early.setdefault(update.after, []).append(update)
         self._late = [update for update in step.updates if update.after is None]
+
+    def _timetable(self) -> Timetable | None:
+        """Of the accesses that are fetched for; in between, the others compute."""
+        step = self.step
+        early = [part for update in step.updates if update.after is not None for part in update.sub_groups]
+        pace = Pace.of(
+            self.links,
+            [group.read_bytes for group in step.groups],
+            [group.up_bytes for group in step.groups],
+            EarlyUpdate(
+                read_bytes=sum(part.read_bytes for part in early),
+                written_bytes=sum(part.write_bytes for part in early),
+                buffer_bytes=step.buffer_count * step.buffer_bytes if early else 0,
+            ),
+        )
+        fetched: list[Access] = []
+        for access in step.accesses:
+            if step.groups[access.group].window_bytes:
+                fetched.append(access)
+            elif fetched:
+                last = fetched[-1]
+                fetched[-1] = Access(group=last.group, compute_s=last.compute_s + access.compute_s)
+        return Timetable(fetched, pace) if pace is not None else None
 
     def state(self) -> str:
         """For an error: who holds what."""
@@ -234,6 +266,7 @@ class _Machine:
             if seat.fetched:  # ahead, between the steps
                 self._count_fetch(group)
         self.totals.peak_window = self.held
+        self._note_ahead()
         self.totals.busy = {name: channel.busy_s for name, channel in self._channels()}
         self.updater.begin_step()
 
@@ -249,6 +282,7 @@ class _Machine:
             yield from self._make_room(group)
             self._fetch(group, Priority.DEMAND)
         yield self.seats[group].arrival
+        self.seats[group].used = True
         self.totals.stall(DISK if self.step.groups[group].read_bytes else TO_DEVICE, self.queue.now - asked)
         self.spans.add("stall", self.step.groups[group].name, asked, self.queue.now)
         gather = self.step.groups[group].gather_s
@@ -293,7 +327,8 @@ class _Machine:
             capacity_bytes=self.step.window_bytes,
             current=self.current,
         )
-        for action in self.scheduler.prefetch(state, self._upcoming()):
+        reach = self.timetable.reach(self.position) if self.timetable is not None else None
+        for action in self.scheduler.prefetch(state, self._upcoming(), reach=reach):
             if action.verb is Verb.EVICT:
                 self._evict(action.group)
             else:
@@ -305,8 +340,13 @@ class _Machine:
         self.seats[group] = seat
         self.held += seat.nbytes
         self.totals.peak_window = max(self.totals.peak_window, self.held)
+        self._note_ahead()
         self._count_fetch(group)
         self.queue.start(self._transfer(group, seat, priority))
+
+    def _note_ahead(self) -> None:
+        ahead = sum(seat.nbytes for seat in self.seats.values() if seat.fetched and not seat.used)
+        self.totals.peak_ahead = max(self.totals.peak_ahead, ahead)
 
     def _count_fetch(self, group: int) -> None:
         self.totals.fetches += 1
@@ -408,6 +448,7 @@ class _Machine:
                 + totals.peak_gradients,
             },
             peak_window_bytes=totals.peak_window,
+            peak_ahead_bytes=totals.peak_ahead,
             lower_bound_s=bound,
             barrier_bound_s=barrier_bound,
             kept=totals.kept,

@@ -11,6 +11,7 @@ from torch import nn
 
 from lamina.aio_native import AsyncIO
 from lamina.tiers import Executor, Placement, Spans
+from lamina.tiers.lookahead import Pace
 
 from .access import claim, disclaim
 from .bucket_room import BucketRoom
@@ -26,6 +27,7 @@ from .inputs_home import home_of_inputs
 from .migration import Migration
 from .optimizer import TieredAdam
 from .options import ZeroOptions
+from .pace import fetch_pace
 from .recompute import Recomputer
 from .recomputed_blocks import RecomputedBlocks, has_running_statistics
 from .reducer import Reducer
@@ -98,9 +100,20 @@ class ZeroRuntime:
         fetch_buffers = FetchBuffers(blocks=self.residence.host_blocks("fetch buffers", count))
         for group in self.groups:
             group.store, group.bound, group.fetch_buffers = self.store, bound, fetch_buffers
-        lookahead = self.options.lookahead
-        self.executor = Executor(arena=self.device, sources=self.groups, lookahead=lookahead, spans=self.spans)
+        self.executor = Executor(
+            arena=self.device,
+            sources=self.groups,
+            lookahead=self.options.lookahead,
+            spans=self.spans,
+            pace=self._pace,
+        )
         self._closing.callback(self.executor.close)
+
+    def _pace(self) -> Pace | None:
+        # Ranks measure different times, but must fetch and evict alike: what one of them has kept it would not gather.
+        if self.ranks.world_size > 1:
+            return None
+        return fetch_pace(self.groups, self.decision.links.model, self.early_segments, self.residence.staging)
 
     def _build_updater(self) -> None:
         """The streamed update, and the gradients that it uses."""

@@ -105,7 +105,10 @@ class TiersConfig(Block):
         default=None,
         description="host memory set aside for such inputs (on their way, with nvme); null: what host_bytes leaves",
     )
-    lookahead: Literal["auto"] | Count = own_auto("auto", description="groups fetched ahead of use")
+    lookahead: Literal["auto"] | Count = own_auto(
+        "auto",
+        description="uses of groups that are fetched for ahead, at most; auto: what measured times and rates ask for",
+    )
     job: str = Field(default="default", description="folder name under each NVMe path; one job per name at a time")
     io_backend: Literal["auto", "uring", "threads"] = own_auto("auto", description="how NVMe I/O is done")
     keep_state: bool = Field(
