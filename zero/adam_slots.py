@@ -6,7 +6,8 @@ addresses, sizes, layouts and dtypes, and that the state's tensors are the same 
 again. The step counts are raised by the kernel itself.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from operator import is_
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ class _Cohort:
     def __init__(self, step: int) -> None:
         self.step = step  # the next one, counted from 1
         self.members = 0
-        self.scalars = AdamScalars(AdamHyper(lr=0.0, step=step))
+        self.scalars = AdamScalars(AdamHyper(lr=0.0, step=step))  # formed anew before each step
 
 
 class _Slot:
@@ -86,7 +87,8 @@ class AdamSlots:
 
     def __init__(self) -> None:
         self.batch = AdamBatch()
-        self._groups: list[list[_Slot]] = []
+        self._slots: list[_Slot] = []
+        self._params: list[list[torch.Tensor]] = []  # of each group
         self._cohorts: list[dict[int, _Cohort]] = []  # of each group, by the next step
 
     def look(self, groups: Sequence[Mapping[str, Any]], states: Mapping[torch.Tensor, dict[str, Any]]) -> None:
@@ -95,7 +97,7 @@ class AdamSlots:
         if not self._follows(groups):
             self._follow(groups)
         stale = []
-        for slot in self._all():
+        for slot in self._slots:
             grad = slot.param.grad
             if grad is None:
                 if slot.active:
@@ -116,7 +118,7 @@ class AdamSlots:
         """Forms the scalars of every group's next step from its options (AdamHyper's fields without the step)."""
         self._set_scalars(options, grad_multiplier)
         if not self.batch.counters_agree():  # somebody set a step count
-            for slot in self._all():
+            for slot in self._slots:
                 if slot.active:
                     self._join(slot)
             self._set_scalars(options, grad_multiplier)
@@ -124,16 +126,17 @@ class AdamSlots:
     def _set_scalars(self, options: Sequence[Mapping[str, Any]], grad_multiplier: float) -> None:
         for cohorts, own in zip(self._cohorts, options, strict=True):
             for cohort in cohorts.values():
-                cohort.scalars.set(AdamHyper(step=cohort.step, **own), grad_multiplier)
+                cohort.scalars.form(grad_multiplier, step=cohort.step, **own)
 
     def finish(self) -> None:
         """After the kernel: copies go home, and autograd is told what was written."""
         written = []
-        for slot in self._all():
+        for slot in self._slots:
             if not slot.active:
                 continue
             if slot.copy is not None:
-                slot.param.copy_(slot.copy)
+                with torch.no_grad():
+                    slot.param.copy_(slot.copy)
             else:
                 written.append(slot.param)
             if slot.copy is not None or slot.held_grad is not None:
@@ -145,24 +148,25 @@ class AdamSlots:
                 cohort.step += 1
             self._cohorts[index] = {cohort.step: cohort for cohort in cohorts.values() if cohort.members}
 
-    def _all(self) -> Iterator[_Slot]:
-        return (slot for slots in self._groups for slot in slots)
-
     def _follows(self, groups: Sequence[Mapping[str, Any]]) -> bool:
-        return len(groups) == len(self._groups) and all(
-            len(slots) == len(group["params"])
-            and all(slot.param is param for slot, param in zip(slots, group["params"], strict=True))
-            for slots, group in zip(self._groups, groups, strict=True)
-        )
+        if len(groups) != len(self._params):
+            return False
+        for own, group in zip(self._params, groups, strict=True):
+            params = group["params"]
+            if len(own) != len(params) or not all(map(is_, own, params)):
+                return False
+        return True
 
     def _follow(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Begins anew with the parameters that the groups have now."""
         self.batch.clear()
-        self._groups = []
-        self._cohorts = []
-        for g, group in enumerate(groups):
-            self._groups.append([_Slot(param, self.batch.reserve(), (g, i)) for i, param in enumerate(group["params"])])
-            self._cohorts.append({})
+        self._params = [list(group["params"]) for group in groups]
+        self._cohorts = [{} for _ in groups]
+        self._slots = [
+            _Slot(param, self.batch.reserve(), (g, i))
+            for g, params in enumerate(self._params)
+            for i, param in enumerate(params)
+        ]
 
     def _rest(self, slot: _Slot) -> None:
         self.batch.rest(slot.index)
@@ -172,6 +176,7 @@ class AdamSlots:
             slot.cohort.members -= 1
             slot.cohort = None
 
+    @torch.no_grad()
     def _fill(self, slot: _Slot, grad: torch.Tensor, state: dict[str, Any]) -> None:
         if slot.active:
             self._rest(slot)

@@ -112,22 +112,38 @@ class AdamScalars:
 
     def set(self, hyper: AdamHyper, grad_multiplier: float = 1.0) -> None:
         """Takes hyper's values; grad_multiplier (unscale times clip) is applied to the gradient first."""
+        self.form(grad_multiplier, **vars(hyper))
+
+    def form(
+        self,
+        grad_multiplier: float,
+        *,
+        lr: float,
+        beta1: float,
+        beta2: float,
+        eps: float,
+        weight_decay: float,
+        step: int,
+        adamw_mode: bool,
+        maximize: bool,
+        bias_correction: bool,
+    ) -> None:
+        """set() for the values of an AdamHyper that have been checked already."""
         # Formed in double like torch's own, rounded once by the assignment to a C float.
-        corrected = hyper.bias_correction
-        correction1 = 1.0 - hyper.beta1**hyper.step if corrected else 1.0
-        correction2 = 1.0 - hyper.beta2**hyper.step if corrected else 1.0
+        correction1 = 1.0 - beta1**step if bias_correction else 1.0
+        correction2 = 1.0 - beta2**step if bias_correction else 1.0
         self.struct[0] = (
-            -grad_multiplier if hyper.maximize else grad_multiplier,
-            1.0 - hyper.lr * hyper.weight_decay if hyper.adamw_mode else 1.0,
-            hyper.weight_decay,
-            hyper.beta2,
-            1.0 - hyper.beta1,
-            1.0 - hyper.beta2,
+            -grad_multiplier if maximize else grad_multiplier,
+            1.0 - lr * weight_decay if adamw_mode else 1.0,
+            weight_decay,
+            beta2,
+            1.0 - beta1,
+            1.0 - beta2,
             math.sqrt(correction2),
-            hyper.eps,
-            -(hyper.lr / correction1),
-            hyper.step,
-            not hyper.adamw_mode and hyper.weight_decay != 0.0,
+            eps,
+            -(lr / correction1),
+            step,
+            not adamw_mode and weight_decay != 0.0,
         )
 
 

@@ -15,7 +15,7 @@ import torch
 from lamina.zero.adam_slots import AdamSlots
 from lamina.zero.adam_state import MASTER_KEY, STATE_DTYPES, check_param, laid_out_like, start_state, where_is
 from lamina.zero.kernels import Kernels
-from lamina.zero.plain_optimizer import PlainOptimizer
+from lamina.zero.plain_optimizer import PlainOptimizer, hooked_when_watched
 
 
 class _Held:
@@ -106,7 +106,7 @@ class CPUAdam(PlainOptimizer):
         _checked_options(len(self.param_groups), {**self.defaults, **group})
         super().add_param_group(group)
 
-    @torch.no_grad()
+    @hooked_when_watched
     def step(self, closure: Callable[[], Any] | None = None, *, grad_multiplier: float = 1.0) -> Any:
         """One step; returns the closure's loss or None. grad_multiplier (unscale, clip) scales every gradient."""
         loss = None
@@ -191,6 +191,8 @@ def _number(index: int, name: str, value: Any) -> float:
     """value as a float; text is refused, which float() would read. Raises TypeError."""
     if type(value) is float:
         return value
+    if isinstance(value, torch.Tensor):
+        value = value.detach()
     if isinstance(value, str | bytes | bytearray) or not hasattr(value, "__float__"):
         raise TypeError(f"group {index}: {name} = {value!r} is of type {type(value).__name__}; give a number")
     return float(value)

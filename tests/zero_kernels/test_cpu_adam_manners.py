@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from torch.optim import lr_scheduler
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from lamina.zero.cpu_adam import CPUAdam
 from lamina.zero.kernels import Kernels, default_num_threads
@@ -201,6 +202,62 @@ def test_step_hooks_and_closures_run(kernels):
     params[0].grad = torch.ones(64)
     assert ours.step(lambda: seen.append("closure") or 3.5) == 3.5
     assert seen == ["before", "closure", "after"]
+
+
+def test_hooks_of_all_optimizers_run_and_may_change_the_arguments(kernels):
+    params, ours, _ = pair(kernels)
+    seen = []
+    params[0].grad = torch.ones(64)
+    handles = [
+        register_optimizer_step_pre_hook(lambda *_: seen.append("before all")),
+        ours.register_step_pre_hook(lambda _, args, kwargs: (args, {**kwargs, "closure": lambda: 2.5})),
+        register_optimizer_step_post_hook(lambda *_: seen.append("after all")),
+    ]
+    try:
+        assert ours.step() == 2.5
+    finally:
+        for handle in handles:
+            handle.remove()
+    assert ours.step() is None
+    assert seen == ["before all", "after all"]
+
+
+def test_hooks_of_a_subclass_run_once(kernels):
+    class Counting(CPUAdam):
+        def step(self, closure=None, *, grad_multiplier=1.0):
+            return super().step(closure, grad_multiplier=grad_multiplier)
+
+    param = torch.ones(16, requires_grad=True)
+    seen = []
+    for kind in (CPUAdam, Counting, Counting):
+        optimizer = kind([param], kernels=kernels)
+        optimizer.register_step_pre_hook(lambda o, *_: seen.append(type(o).__name__))
+        optimizer.step()
+    assert seen == ["CPUAdam", "Counting", "Counting"]
+
+
+def test_the_profiler_sees_its_steps(kernels):
+    _, ours, _ = pair(kernels)
+    ours.step()
+    with torch.profiler.profile() as profile:
+        ours.step()
+    assert [e.count for e in profile.key_averages() if e.key == "Optimizer.step#CPUAdam.step"] == [1]
+
+
+def test_no_graph_is_made_of_a_step(kernels):
+    """With gradients on: of a rate that wants one, of parameters and gradients that are copied on the way."""
+    param = torch.linspace(-1, 1, 64).reshape(8, 8).t().requires_grad_()[:, ::2].detach().requires_grad_()
+    half = torch.ones(16, dtype=torch.float16, requires_grad=True)
+    lr = torch.tensor(0.5, requires_grad=True)
+    ours = CPUAdam([param, half], lr=lr, kernels=kernels)
+    for _ in range(2):
+        param.grad = torch.ones(4, 8).t()
+        half.grad = torch.ones(16, dtype=torch.float16)
+        with torch.enable_grad():
+            ours.step()
+    for p in (param, half):
+        assert p.is_leaf
+        assert not any(value.requires_grad for value in ours.state[p].values())
 
 
 def test_gradient_clipping_and_scaling_of_torch_go_before_it(kernels):
