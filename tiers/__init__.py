@@ -18,8 +18,6 @@ from .residency import Residency
 from .scheduler import Scheduler
 from .simulate import Simulation, simulate, simulate_ranks
 from .spans import Spans
-from .split import SplitPiece, shard_on, split_shard
-from .split_planes import SplitShard
 from .step_model import ComputeTimes, GroupModel, StepModel, SubGroup, UpdateModel, model_step
 from .tier import NvmePath, Plane, PlaneSpec, ShardSpec, Tier
 from .trace import Access, TraceCursor
@@ -63,8 +61,6 @@ __all__ = [
     "Simulation",
     "SpaceError",
     "Spans",
-    "SplitPiece",
-    "SplitShard",
     "StepModel",
     "StoreError",
     "SubGroup",
@@ -83,8 +79,6 @@ __all__ = [
     "parse_plan",
     "place",
     "probe_disk",
-    "shard_on",
     "simulate",
     "simulate_ranks",
-    "split_shard",
 ]
