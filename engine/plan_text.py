@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from lamina.tiers import Choice, Explanation, Tier, explain
+from lamina.tiers.shares import met_shares, said_shares
 from lamina.zero import ZeroRuntime
 
 from .config import EngineConfig
@@ -22,13 +23,24 @@ class TrainingPlan:
 
     @property
     def placement(self) -> dict[str, Any]:
-        """Each tier's bytes, budget and items; each segment's homes."""
+        """Each tier's bytes, budget and items; the shares of the planes; each segment's homes."""
         tiers = {
             str(tier): {"bytes": sum(items.values()), "budget": budget, "items": items}
             for tier, items, budget, _ in self._tiers()
         }
-        homes = {s.name: {"param": str(s.param_tier), "state": str(s.state_tier)} for s in self._runtime.segments}
-        return {"tiers": tiers, "homes": homes}
+        homes: dict[str, dict[str, Any]] = {
+            s.name: {"param": str(s.param_tier), "state": str(s.state_tier)} for s in self._runtime.segments
+        }
+        for s in self._runtime.segments:
+            if s.kept:  # elements at the front of this rank's shard
+                homes[s.name] |= {"kept": s.kept, "kept_on": str(s.kept_on)}
+        return {"tiers": tiers, "shares": self.shares, "homes": homes}
+
+    @property
+    def shares(self) -> dict[str, dict[str, float]]:
+        """Of the parameters, and of the optimizer state, the part of this rank's elements on each tier."""
+        met = met_shares(self._runtime.residence.sizes, self._runtime.placement.homes)
+        return {what: {str(tier): share for tier, share in shares.items()} for what, shares in met.items()}
 
     @property
     def stripes(self) -> dict[str, float]:
@@ -84,6 +96,7 @@ class TrainingPlan:
             limit = f" of {budget:,}" if budget is not None else ""
             yield f"{tier}: {sum(items.values()):,}{limit} bytes{pages}"
             yield from (f"    {size:>16,}  {name}" for name, size in items.items())
+        yield from (f"{what}: {said_shares(shares)}" for what, shares in self.shares.items() if shares)
         streamed = sum(not segment.in_place for segment in runtime.segments)
         yield f"{streamed} of {len(runtime.segments)} segments are fetched for use, the others are at home in memory"
         placement = runtime.placement

@@ -209,7 +209,7 @@ class TrainingEngine(EnginePersistence, EngineFace):
         """After ``what`` was cut: on NVMe the old state still counts, and what memory caches of it is read again. State that
         only memory has may be half changed: the engine then refuses to go on until a checkpoint is loaded."""
         at_risk = any(
-            len(segment.stored_planes) < len(segment.planes)
+            segment.kept or len(segment.stored_planes) < len(segment.planes)
             for segment in self.runtime.segments
             if segment.trainable or frozen_too
         )

@@ -9,15 +9,16 @@ import torch
 from lamina.aio_native import AsyncIO
 from lamina.tiers import Budgets, NvmePath, Tier, Wishes
 from lamina.tiers.gpu import Accelerator
+from lamina.tiers.homes import Shares
 from lamina.tiers.nvme.folder import user_name
 from lamina.zero import ZeroOptions
 from lamina.zero.grouping import Grouping, LeafModules
 
 from .config import ConfigError, EngineConfig
+from .config.tiers import STATE_PLANES, PlaneName, tier_shares
 from .optimizer_choice import OptimizerChoice
 
 TORCH_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-STATE_PLANE_NAMES = frozenset({"remainder", "master", "exp_avg", "exp_avg_sq"})
 LOOKAHEAD_GROUPS = 64
 IO_THREADS = 8
 
@@ -33,13 +34,17 @@ def zero_options(
     in_memory = choice.client is not None
     accelerator = _accelerator()
     separate = accelerator is not None
-    state_tiers = _tiers_for(settings, "exp_avg", bool(nvme), in_memory, problems)
+    param_tiers, param_shares = _tiers_for(settings, ("param",), bool(nvme), in_memory, problems)
+    state_tiers, state_shares = _tiers_for(settings, STATE_PLANES, bool(nvme), in_memory, problems)
     if separate:
         # The update runs on the CPU, so its state is not kept in a GPU's memory; the plan shows where it went.
-        state_tiers = tuple(tier for tier in state_tiers if tier is not Tier.DEVICE) or (Tier.HOST,)
+        state_tiers, state_shares = _off_device(state_tiers, state_shares)
     wishes = Wishes(
-        param_tiers=_tiers_for(settings, "param", bool(nvme), in_memory, problems),
+        param_tiers=param_tiers,
+        param_shares=param_shares,
         state_tiers=state_tiers,
+        state_shares=state_shares,
+        divide_state=not tiers.keep_state,  # a later process finds what is on NVMe, and nothing else
         overlap_update=_overlap(settings, problems) and not in_memory,
         separate_device=separate,
         saved_input_bytes=(tiers.activation_bytes or 0) if settings.activations in ("host", "nvme") else 0,
@@ -137,24 +142,38 @@ def _in_place_tiers(settings: EngineConfig, *, separate: bool) -> tuple[Tier, ..
 
 
 def _tiers_for(
-    settings: EngineConfig, plane: str, has_nvme: bool, in_memory: bool, problems: list[tuple[str, str]]
-) -> tuple[Tier, ...]:
-    """Tiers that a plane may live on, fastest first."""
+    settings: EngineConfig,
+    planes: tuple[PlaneName, ...],
+    has_nvme: bool,
+    in_memory: bool,
+    problems: list[tuple[str, str]],
+) -> tuple[tuple[Tier, ...], Shares]:
+    """Tiers that planes may live on, fastest first, and what each is to hold where shares are given."""
     asked = settings.placement()
-    names = STATE_PLANE_NAMES - settings.absent_planes if plane == "exp_avg" else {plane}
-    choices = {str(asked[name]) for name in names} - {"auto"}  # type: ignore[index]
-    if in_memory and str(Tier.NVME) in choices:
-        where = "offload_param" if plane == "param" else "offload_optimizer"
+    choices = [asked[plane] for plane in planes if plane not in settings.absent_planes]
+    shares = next((tier_shares(choice) for choice in choices if choice != "auto"), {})
+    if in_memory and "nvme" in shares:
+        where = "offload_param" if "param" in planes else "offload_optimizer"
         problems.append(
             (
                 f"zero_optimization.{where}.device",
                 "is nvme, which is for Adam and AdamW; with another optimizer everything stays in memory: write cpu or none",
             )
         )
-        return (Tier.DEVICE, Tier.HOST)
-    if not choices:
-        return (Tier.DEVICE, Tier.HOST, Tier.NVME) if has_nvme and not in_memory else (Tier.DEVICE, Tier.HOST)
-    return (Tier(choices.pop()),)
+        return (Tier.DEVICE, Tier.HOST), ()
+    if not shares:
+        return (Tier.DEVICE, Tier.HOST, Tier.NVME) if has_nvme and not in_memory else (Tier.DEVICE, Tier.HOST), ()
+    found = tuple((Tier(tier), share) for tier, share in shares.items())
+    return tuple(tier for tier, _ in found), found if len(found) > 1 else ()
+
+
+def _off_device(tiers: tuple[Tier, ...], shares: Shares) -> tuple[tuple[Tier, ...], Shares]:
+    """The same with host memory in place of a GPU's."""
+    given = dict(shares)
+    if Tier.DEVICE in given:
+        given = {Tier.HOST: given.pop(Tier.DEVICE) + given.pop(Tier.HOST, 0.0)} | given
+    others = tuple(given) or tuple(tier for tier in tiers if tier is not Tier.DEVICE)
+    return others or (Tier.HOST,), tuple(given.items()) if len(given) > 1 else ()
 
 
 # -- folders -----------------------------------------------------------------------------------------------------------

@@ -1,12 +1,13 @@
 """The placement whose simulated step is shortest, and why: which link binds, what more of anything would give. Pure."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .bandwidth import DISK, BandwidthModel
 from .homes import Budgets, Home, SegmentSize, Wishes
 from .placement import Placement, PlacementError, place, placement_at
+from .shares import met_shares, said_shares
 from .simulate import Simulation, simulate
 from .step_model import ComputeTimes, StepModel, model_step
 from .tier import Tier
@@ -37,6 +38,8 @@ class PlacementQuestion:
     lookahead: int = 64
     order: tuple[int, ...] = ()
     """Groups as one micro-batch uses them, from a trace; empty for all of them there and back."""
+    fixed: Mapping[str, Home] = field(default_factory=dict)
+    """Homes of segments that are not asked about."""
 
     def place(self, *, state_first: int = 0) -> Placement:
         """One placement; raises PlacementError when the budgets cannot work."""
@@ -47,6 +50,7 @@ class PlacementQuestion:
             generations=self.generations,
             together=self.together,
             state_first=state_first,
+            fixed=self.fixed,
         )
 
     def placement_at(self, homes: Mapping[str, Home], *, like: Placement) -> Placement:
@@ -89,12 +93,14 @@ class PlacementQuestion:
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """A placement and its predicted step. ``tried`` maps how many segments' states came first to predicted seconds."""
+    """A placement and its predicted step. ``tried`` maps how many segments' states came first to predicted seconds;
+    ``state_first`` is the number that was taken."""
 
     question: PlacementQuestion
     placement: Placement
     predicted: Simulation
     tried: Mapping[int, float]
+    state_first: int = 0
 
     @classmethod
     def given(cls, question: PlacementQuestion, placement: Placement) -> "Choice":
@@ -111,20 +117,36 @@ def choose(question: PlacementQuestion, *, usual: Placement | None = None) -> Ch
     """
     best: Choice | None = None
     tried: dict[int, float] = {}
-    seen: dict[tuple[tuple[str, Tier, Tier], ...], float] = {}
+    seen: dict[tuple[Home, ...], float] = {}
     for state_first in _candidates(sum(segment.trained for segment in question.segments)):
         placement = usual if usual is not None and not state_first else question.place(state_first=state_first)
-        key = tuple((name, home.param, home.state) for name, home in placement.homes.items())
+        key = tuple(placement.homes.values())
         if key in seen:
             tried[state_first] = seen[key]
             continue
         predicted = question.predict(placement)
         tried[state_first] = seen[key] = predicted.step_s
         if best is None or predicted.step_s < best.predicted.step_s * (1 - WORTH_IT):
-            best = Choice(question=question, placement=placement, predicted=predicted, tried=tried)
+            best = Choice(
+                question=question, placement=placement, predicted=predicted, tried=tried, state_first=state_first
+            )
     if best is None:
         raise PlacementError("no segments to place")
-    return best
+    return _undivided(best)
+
+
+def _undivided(choice: Choice) -> Choice:
+    """The same order of memory without dividing a segment's state, where that is clearly faster: the gradient of a divided
+    one waits for the step, and its front is updated only then."""
+    question, placement = choice.question, choice.placement
+    if not question.wishes.divide_state or not any(home.kept for home in placement.homes.values()):
+        return choice
+    as_wholes = replace(question, wishes=replace(question.wishes, divide_state=False))
+    whole = as_wholes.place(state_first=choice.state_first)
+    predicted = question.predict(whole)
+    if predicted.step_s >= choice.predicted.step_s * (1 - WORTH_IT):
+        return choice
+    return replace(choice, placement=whole, predicted=predicted)
 
 
 def _candidates(number: int) -> Iterator[int]:
@@ -197,8 +219,11 @@ def explain(choice: Choice) -> Explanation:
     """Words and figures for a choice. What-ifs that the budgets do not allow are left out."""
     done = choice.predicted
     homes: dict[str, int] = {}
-    for home in choice.placement.homes.values():
+    for segment in choice.question.segments:
+        home = choice.placement.homes[segment.name]
         where = f"parameters on {home.param}, optimizer state on {home.state}"
+        if home.kept:
+            where += f" but for {home.kept / segment.shard_numel:.0%} of it, which is on {home.kept_on}"
         homes[where] = homes.get(where, 0) + 1
     return Explanation(
         homes=homes,
@@ -213,23 +238,31 @@ def explain(choice: Choice) -> Explanation:
 def _reasons(choice: Choice) -> Iterator[str]:
     placement, question = choice.placement, choice.question
     yield from placement.reasons
-    homes = list(placement.homes.values())
-    for what, tiers, chosen in (
-        ("parameters", question.wishes.param_tiers, [home.param for home in homes]),
-        ("optimizer state", question.wishes.state_tiers, [home.state for home in homes]),
+    homes, wishes = list(placement.homes.values()), question.wishes
+    for what, tiers, shares, chosen in (
+        ("parameters", wishes.param_tiers, wishes.param_shares, [home.param for home in homes]),
+        ("optimizer state", wishes.state_tiers, wishes.state_shares, [home.state for home in homes]),
     ):
-        if len(tiers) == 1:
+        if shares:
+            met = met_shares(question.segments, placement.homes)[what]
+            asked = said_shares(dict(shares))
+            found = (
+                "as asked for"
+                if said_shares(met) == asked
+                else f"asked for {asked}, this is nearest with whole segments"
+            )
+            yield f"{what}: {said_shares(met)}, {found}"
+        elif len(tiers) == 1:
             yield f"{what} on {tiers[0]}: the configuration says so"
         elif Tier.NVME in chosen:
             yield f"{what} of {chosen.count(Tier.NVME)} of {len(chosen)} segments on nvme: the budgets hold no more"
         else:
             yield f"{what} in memory: the budgets hold them"
     if len(set(choice.tried.values())) > 1:
-        usual = choice.tried[0]
-        if choice.predicted.step_s < usual:
+        usual, taken = choice.tried[0], choice.tried[choice.state_first]
+        if choice.state_first:
             yield (
-                f"memory goes to optimizer states before parameters: {choice.predicted.step_s:.3f} s against {usual:.3f} s "
-                f"the other way round"
+                f"memory goes to optimizer states before parameters: {taken:.3f} s against {usual:.3f} s the other way round"
             )
         else:
             other = min(seconds for first, seconds in choice.tried.items() if first)

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 from .tier import Tier
 
+Shares = tuple[tuple[Tier, float], ...]
+"""Tiers, fastest first, and the part of a plane's elements that each holds; the parts add up to 1. Empty: nothing is said."""
 PAGE = 4096
 """Every block of memory and every plane in a file starts on a multiple of so many bytes."""
 
@@ -45,6 +47,10 @@ class SegmentSize:
         """Bytes of one plane of this rank's shard, wherever it lies."""
         return page_up(self.shard_numel * itemsize)
 
+    def state_bytes(self, numel: int) -> int:
+        """Bytes of the planes besides ``param`` of so many elements of the shard."""
+        return sum(page_up(numel * itemsize) for itemsize in self.state_itemsizes)
+
     @property
     def full_bytes(self) -> int:
         """Bytes of all parameters put together."""
@@ -82,11 +88,33 @@ class Wishes:
     saved_input_bytes: int = 0  # host memory set aside for inputs of blocks that are computed again
     separate_device: bool = False  # the device tier is a GPU's memory: updates need a copy, fetches host buffers
     in_place_tiers: tuple[Tier, ...] = (Tier.DEVICE, Tier.HOST)  # where compute can use parameters as they lie
+    param_shares: Shares = ()  # of the tiers above; empty: budgets decide
+    state_shares: Shares = ()
+    divide_state: bool = True  # budgets may divide the state of a segment between memory and NVMe
 
 
 @dataclass(frozen=True, kw_only=True)
 class Home:
-    """Where one segment lives between uses: its parameters, and all that its optimizer keeps."""
+    """Where one segment lives between uses: its parameters, and all that its optimizer keeps.
+
+    ``kept``: of a state on NVMe, the elements at the front of this rank's shard whose state lies in memory all the same, on
+    ``kept_on``. Their parameters must be at home in memory, since NVMe has nothing of them.
+    """
 
     param: Tier
     state: Tier
+    kept: int = 0
+    kept_on: Tier = Tier.HOST
+
+    def __post_init__(self) -> None:
+        if self.kept and (self.state is not Tier.NVME or Tier.NVME in (self.param, self.kept_on)):
+            raise ValueError(
+                f"{self.kept:,} elements' state on {self.kept_on}, the others' on {self.state}, parameters on {self.param}: "
+                f"a state is divided between memory and nvme only, where its parameters are in memory"
+            )
+
+    def state_numel(self, segment: SegmentSize, tier: Tier) -> int:
+        """Elements of this rank's shard whose optimizer state lies on a tier."""
+        if self.state is tier:
+            return segment.shard_numel - self.kept
+        return self.kept if self.kept_on is tier else 0

@@ -1,45 +1,131 @@
 """Bytes that an assignment of homes takes of each tier: the one arithmetic behind placement, simulation and planner. Pure."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from .homes import PAGE, Home, SegmentSize, Wishes, page_up
+from .sizes import GroupSizes, SortedSizes
 from .tier import Tier
 
 SPILL_WINDOW = 2  # gradient planes in memory at least, where the others go to a scratch file
 FETCH_BUFFERS = 2  # one being read into while the other is copied from
 
 
-@dataclass(frozen=True, kw_only=True)
 class Needs:
     """What segments at given homes need on one rank. All sizes in bytes.
 
     ``together``: groups that are used at the same time. ``spill``: gradients that host memory cannot hold go to a scratch
-    file.
+    file. Sums are kept up to date by ``move``, so that trying thousands of homes one after the other is cheap.
     """
 
-    segments: Sequence[SegmentSize]
-    homes: Mapping[str, Home]
-    wishes: Wishes
-    generations: int = 2
-    together: Sequence[Sequence[int]] = ()
-    spill: bool = False
+    def __init__(
+        self,
+        *,
+        segments: Sequence[SegmentSize],
+        homes: Mapping[str, Home],
+        wishes: Wishes,
+        generations: int = 2,
+        together: Sequence[Sequence[int]] = (),
+        spill: bool = False,
+    ) -> None:
+        self.segments = segments
+        self.homes: dict[str, Home] = {}
+        self.wishes = wishes
+        self.generations = generations
+        self.spill = spill
+        self._resident: Counter[Tier] = Counter()
+        self._states: Counter[Tier] = Counter()
+        self._generation = 0
+        self._frozen = 0
+        self._streaming = 0  # segments whose update passes through buffers
+        self._kept_gradients = SortedSizes()
+        self._kept_gradient_bytes = 0
+        self._passing_blocks = SortedSizes()  # gradients that are used up as they come
+        self._passing_rest = 0
+        self._read = GroupSizes()  # parameters on NVMe
+        self._fetched = GroupSizes()
+        self._at_once = [
+            used for used in map(frozenset, together) if len(used) > 1
+        ]  # one group alone: see window_bytes
+        self._used_with: dict[int, list[int]] = {}
+        for index, used in enumerate(self._at_once):
+            for group in used:
+                self._used_with.setdefault(group, []).append(index)
+        self._at_once_bytes = SortedSizes()
+        self._buckets = _bucket_bytes(segments)
+        for segment in segments:
+            self._put(segment, homes[segment.name])
+
+    def move(self, segment: SegmentSize, home: Home) -> Home:
+        """Give one segment another home; returns the one that it had."""
+        before = self.homes[segment.name]
+        self._count(segment, before, -1)
+        self._put(segment, home)
+        return before
+
+    def _put(self, segment: SegmentSize, home: Home) -> None:
+        self.homes[segment.name] = home
+        self._count(segment, home, 1)
+
+    def _count(self, s: SegmentSize, home: Home, sign: int) -> None:
+        """Add a segment's part to every sum, or take it away."""
+        if home.param is not Tier.NVME:
+            self._resident[home.param] += sign * s.home_bytes
+        elif not s.trained:
+            self._frozen += sign * s.shard_bytes(s.param_itemsize)
+        elif home.state is not Tier.NVME:
+            self._generation += sign * s.shard_bytes(s.param_itemsize)
+        if s.trained:
+            in_memory = home.state if home.state is not Tier.NVME else home.kept_on
+            self._states[in_memory] += sign * self._state_bytes(s, home, in_memory)
+            self._generation += sign * self._stored_bytes(s, home)
+            self._streaming += sign * (Tier.NVME in (home.state, home.param))
+        if home.param is Tier.NVME:
+            self._read.change(s.group, sign * s.shard_bytes(s.param_itemsize))
+        if self._is_fetched(s, home):
+            self._count_fetched(s.group, sign * s.full_bytes)
+        self._count_gradient(s, home, sign)
+
+    def _count_fetched(self, group: int, nbytes: int) -> None:
+        used_with = self._used_with.get(group, ())
+        for index in used_with:
+            self._at_once_bytes.remove(self._together_bytes(index))
+        self._fetched.change(group, nbytes)
+        for index in used_with:
+            self._at_once_bytes.add(self._together_bytes(index))
+
+    def _count_gradient(self, s: SegmentSize, home: Home, sign: int) -> None:
+        nbytes = s.shard_bytes(s.grad_itemsize)
+        if self.wishes.retain_gradients or not self.wishes.overlap_update or home.state is not Tier.NVME or home.kept:
+            self._kept_gradient_bytes += sign * nbytes
+            sizes = self._kept_gradients
+        elif s.block:
+            sizes = self._passing_blocks
+        else:
+            self._passing_rest += sign * nbytes
+            return
+        if sign > 0:
+            sizes.add(nbytes)
+        else:
+            sizes.remove(nbytes)
+
+    def _is_fetched(self, s: SegmentSize, home: Home) -> bool:
+        return home.param not in self.wishes.in_place_tiers and not s.persistent
 
     def streamed(self) -> list[SegmentSize]:
         """Segments whose parameters are fetched for use."""
-        in_place = self.wishes.in_place_tiers
-        return [s for s in self.segments if self.homes[s.name].param not in in_place and not s.persistent]
+        return [s for s in self.segments if self._is_fetched(s, self.homes[s.name])]
 
-    def fetched_sizes(self) -> dict[int, int]:
-        """Bytes of each group's fetched parameters."""
-        groups: dict[int, int] = {}
-        for s in self.streamed():
-            groups[s.group] = groups.get(s.group, 0) + s.full_bytes
-        return groups
+    # -- the window of fetched groups ----------------------------------------------------------------------------------
+
+    @property
+    def num_fetched(self) -> int:
+        """Groups that have something to fetch."""
+        return len(self._fetched.sorted)
 
     def window_sizes(self) -> list[int]:
         """Bytes of each group's fetched parameters, largest first."""
-        return sorted(self.fetched_sizes().values(), reverse=True)
+        return self._fetched.sorted.largest(self.num_fetched)
 
     def window_bytes(self, window_groups: int) -> int:
         """So many of the largest groups, and at least those that are used at the same time.
@@ -47,40 +133,31 @@ class Needs:
         The latter cannot be moved while they are used, and may lie so that no hole between them is large enough; with
         the largest of them once more for every other, less a page, one always is.
         """
-        sizes = self.fetched_sizes()
-        least = sum(sorted(sizes.values(), reverse=True)[:window_groups])
-        for groups in self.together:
-            at_once = [sizes[group] for group in set(groups) if sizes.get(group)]
-            if at_once:
-                least = max(least, sum(at_once) + (len(at_once) - 1) * (max(at_once) - PAGE))
-        return least
+        return max(
+            sum(self._fetched.sorted.largest(window_groups)), self._fetched.sorted.maximum, self._at_once_bytes.maximum
+        )
+
+    def _together_bytes(self, index: int) -> int:
+        sizes = [size for group in self._at_once[index] if (size := self._fetched[group])]
+        return sum(sizes) + (len(sizes) - 1) * (max(sizes) - PAGE) if sizes else 0
+
+    # -- items of each tier --------------------------------------------------------------------------------------------
 
     def device_items(self, window_groups: int) -> dict[str, int]:
-        resident = sum(s.home_bytes for s in self.segments if self.homes[s.name].param is Tier.DEVICE)
-        states = sum(self.state_bytes(s) for s in self.segments if self.homes[s.name].state is Tier.DEVICE)
-        window = self.window_bytes(window_groups)
         return _present(
             {
-                "resident parameters": resident,
-                "optimizer state": states,
-                "window of fetched groups": window,
+                "resident parameters": self._resident[Tier.DEVICE],
+                "optimizer state": self._states[Tier.DEVICE],
+                "window of fetched groups": self.window_bytes(window_groups),
                 "gradient buckets": self.bucket_bytes(),
             }
         )
 
-    def bucket_bytes(self) -> int:
-        """Buckets of several ranks' gradients: those outside the blocks, and three blocks (one filling, two under way)."""
-        sizes = [(s.block, page_up(s.full_numel * s.bucket_itemsize)) for s in self.segments if s.trained]
-        blocks = sorted(size for is_block, size in sizes if is_block)
-        return sum(size for is_block, size in sizes if not is_block) + sum(blocks[-3:])
-
     def host_items(self, staging: int) -> dict[str, int]:
-        resident = sum(s.home_bytes for s in self.segments if self.homes[s.name].param is Tier.HOST)
-        states = sum(self.state_bytes(s) for s in self.segments if self.homes[s.name].state is Tier.HOST)
         return _present(
             {
-                "resident parameters": resident,
-                "optimizer state": states,
+                "resident parameters": self._resident[Tier.HOST],
+                "optimizer state": self._states[Tier.HOST],
                 "gradients": self.gradient_bytes(),
                 "update buffers": staging if self.updates_stream() else 0,
                 "fetch buffers": self.fetch_buffer_bytes(),
@@ -89,68 +166,56 @@ class Needs:
         )
 
     def nvme_items(self) -> dict[str, int]:
-        generations = frozen = 0
-        for s in self.segments:
-            home = self.homes[s.name]
-            if not s.trained:
-                frozen += s.shard_bytes(s.param_itemsize) if home.param is Tier.NVME else 0
-            elif home.state is Tier.NVME:
-                generations += s.shard_bytes(s.param_itemsize) + self.state_bytes(s)
-            elif home.param is Tier.NVME:
-                generations += s.shard_bytes(s.param_itemsize)
         return _present(
             {
-                f"{self.generations} generations": generations * self.generations,
-                "frozen parameters": frozen,
+                f"{self.generations} generations": self._generation * self.generations,
+                "frozen parameters": self._frozen,
                 "gradient scratch": self.scratch_bytes(),
             }
         )
 
+    def bucket_bytes(self) -> int:
+        """Buckets of several ranks' gradients: those outside the blocks, and three blocks (one filling, two under way)."""
+        return self._buckets
+
     def updates_stream(self) -> bool:
         """Whether any update passes through buffers."""
-        homes = [self.homes[s.name] for s in self.segments if s.trained]
-        return any(Tier.NVME in (home.state, home.param) for home in homes)
+        return self._streaming > 0
 
     def gradient_bytes(self) -> int:
         """All gradients; or, where they are used up as they come, what is open at one time."""
-        kept, open_rest = 0, 0
-        open_blocks: list[int] = []
-        all_kept: list[int] = []
-        for s in self.segments:
-            nbytes = s.shard_bytes(s.grad_itemsize)
-            transient = self.wishes.overlap_update and self.homes[s.name].state is Tier.NVME
-            if not transient or self.wishes.retain_gradients:
-                kept += nbytes
-                all_kept.append(nbytes)
-            elif s.block:
-                open_blocks.append(nbytes)
-            else:
-                open_rest += nbytes
-        if self.spill:
-            kept = sum(sorted(all_kept)[-SPILL_WINDOW:])
-        return kept + open_rest + min(2, len(open_blocks)) * max(open_blocks, default=0)
+        kept = sum(self._kept_gradients.largest(SPILL_WINDOW)) if self.spill else self._kept_gradient_bytes
+        return kept + self._passing_rest + sum(self._passing_blocks.largest(1)) * min(2, len(self._passing_blocks))
 
     def scratch_bytes(self) -> int:
         """The scratch file has a place for every gradient plane."""
         return sum(s.shard_bytes(s.grad_itemsize) for s in self.segments) if self.spill else 0
 
-    def state_bytes(self, s: SegmentSize) -> int:
-        """Bytes of the planes besides ``param`` (which is counted where the parameters live)."""
-        home = self.homes[s.name]
-        nbytes = sum(s.shard_bytes(itemsize) for itemsize in s.state_itemsizes)
-        if s.trained and self.wishes.separate_device and (home.param, home.state) == (Tier.DEVICE, Tier.HOST):
-            nbytes += s.shard_bytes(s.param_itemsize)  # the copy that is updated
-        return nbytes
-
     def fetch_buffer_bytes(self) -> int:
         """Host memory through which NVMe-resident parameters pass to a GPU: equal buffers for the largest group's shards."""
-        if not self.wishes.separate_device:
+        return FETCH_BUFFERS * self._read.sorted.maximum if self.wishes.separate_device else 0
+
+    def _state_bytes(self, s: SegmentSize, home: Home, tier: Tier) -> int:
+        """Bytes of the planes besides ``param`` (which is counted where the parameters live) on a tier of memory."""
+        numel = home.state_numel(s, tier)
+        nbytes = s.state_bytes(numel) if numel else 0
+        if self.wishes.separate_device and (home.param, tier) == (Tier.DEVICE, Tier.HOST):
+            nbytes += page_up(numel * s.param_itemsize)  # the copy that is updated
+        return nbytes
+
+    @staticmethod
+    def _stored_bytes(s: SegmentSize, home: Home) -> int:
+        """Bytes in a generation of what has its state on NVMe: ``param`` is there, too, so that a generation is whole."""
+        if home.state is not Tier.NVME:
             return 0
-        groups: dict[int, int] = {}
-        for s in self.segments:
-            if self.homes[s.name].param is Tier.NVME:
-                groups[s.group] = groups.get(s.group, 0) + s.shard_bytes(s.param_itemsize)
-        return FETCH_BUFFERS * max(groups.values(), default=0)
+        numel = home.state_numel(s, Tier.NVME)
+        return page_up(numel * s.param_itemsize) + s.state_bytes(numel)
+
+
+def _bucket_bytes(segments: Sequence[SegmentSize]) -> int:
+    sizes = [(s.block, page_up(s.full_numel * s.bucket_itemsize)) for s in segments if s.trained]
+    blocks = sorted(size for is_block, size in sizes if is_block)
+    return sum(size for is_block, size in sizes if not is_block) + sum(blocks[-3:])
 
 
 def staging_bytes(segments: Sequence[SegmentSize], wishes: Wishes, sub_group: int) -> int:

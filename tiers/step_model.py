@@ -181,11 +181,14 @@ def model_step(
         home = placement.homes[segment.name]
         early = overlap_update and home.state is Tier.NVME and not separate_device
         after, gradient = None, segment.shard_bytes(segment.grad_itemsize)
-        if not early or retain_gradients:
+        if not early or retain_gradients or home.kept:
             kept_gradients += gradient
             gradient = 0
         if early:
             after = last[segment.group] if segment.block else end
+        if home.kept:  # what is in memory cannot be undone, so it waits for the step
+            front = SubGroup(adam_s=home.kept / times.adam_elements_per_s)
+            updates.append(UpdateModel(name=segment.name, sub_groups=(front,), streams=False))
         updates.append(
             UpdateModel(
                 name=segment.name,
@@ -257,7 +260,8 @@ def _in_update_order(segments: Sequence[SegmentSize]) -> list[SegmentSize]:
 
 
 def _sub_groups(segment: SegmentSize, home: Home, numel: int, adam_rate: float) -> tuple[SubGroup, ...]:
-    """The turns of a segment's update; one without bytes where nothing of it is on NVMe."""
+    """The turns of a segment's update, but for what is kept in memory of a state on NVMe; one without bytes where nothing of
+    it is there."""
     state = sum(segment.state_itemsizes)
     if home.state is Tier.NVME:
         param_follows = len(segment.state_itemsizes) == 3 and segment.state_itemsizes[0] == MASTER_ITEMSIZE
@@ -270,7 +274,7 @@ def _sub_groups(segment: SegmentSize, home: Home, numel: int, adam_rate: float) 
         param = read = write = 0
     if not read and not write:
         return (SubGroup(adam_s=segment.shard_numel / adam_rate),)
-    cuts = [*range(0, segment.shard_numel, max(numel, 1)), segment.shard_numel]
+    cuts = [*range(home.kept, segment.shard_numel, max(numel, 1)), segment.shard_numel]
     return tuple(
         SubGroup(read_bytes=size * read, param_bytes=size * param, write_bytes=size * write, adam_s=size / adam_rate)
         for size in (end - begin for begin, end in pairwise(cuts))

@@ -18,6 +18,7 @@ from lamina.tiers import Plane, Transaction
 from .dtypes import plane_dtype
 from .partition import Slot
 from .segment import Segment
+from .shard_planes import is_stored, read_elements, start_writing, write_in_memory
 
 if TYPE_CHECKING:
     from .runtime import ZeroRuntime
@@ -138,25 +139,11 @@ def _read(place: Place, plane: Plane) -> torch.Tensor | None:
 
 def _read_plane(place: Place, plane: Plane) -> torch.Tensor:
     """A copy of a stored plane of the whole parameter."""
-    memory = plane_in_memory(place.segment, plane)
     first, last = _shard_range(place)
-    if memory is not None and not _is_ahead(place, plane):
-        return _whole(place, memory[first:last].to("cpu", copy=True))
-    dtype = plane_dtype(plane, place.segment.dtype)
-    values = torch.empty(last - first, dtype=dtype)
-    store = place.runtime.store
-    if store is None:
-        raise RuntimeError(f"{place.slot.name} has no {plane} in memory and there is no store")
-    if values.numel():
-        store.read(place.segment.name, plane, bytes_of(values), offset=first * dtype.itemsize).wait()
-    return _whole(place, values)
-
-
-def _is_ahead(place: Place, plane: Plane) -> bool:
-    """Whether the copy in memory already has the coming step's values while the store's planes still have the last one's."""
-    optimizer = place.runtime.optimizer
-    stored = any(spec.plane is plane for spec in place.segment.stored_planes)
-    return stored and optimizer is not None and optimizer.started_early(place.segment)
+    runtime = place.runtime
+    # An early update has put the coming step's values where memory holds a copy of what the store has.
+    ahead = runtime.optimizer is not None and runtime.optimizer.started_early(place.segment)
+    return _whole(place, read_elements(place.segment, plane, first, last, runtime.store, committed=ahead))
 
 
 def _shard_range(place: Place) -> tuple[int, int]:
@@ -176,30 +163,6 @@ def _whole(place: Place, piece: torch.Tensor) -> torch.Tensor:
         whole[first:last] = piece
     place.runtime.ranks.sum_bits(whole)
     return whole.view(place.slot.shape)
-
-
-def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The tensor's own memory as writable bytes; the tensor is 1-d, contiguous and on the CPU."""
-    return memoryview(tensor.view(torch.uint8).numpy()).cast("B")  # type: ignore[arg-type]
-
-
-def plane_in_memory(segment: Segment, plane: Plane) -> torch.Tensor | None:
-    """This rank's shard of a plane where it is at home in memory; not a copy."""
-    return next(iter(planes_in_memory(segment, plane)), None)
-
-
-def planes_in_memory(segment: Segment, plane: Plane) -> list[torch.Tensor]:
-    """Every place in memory that holds this rank's shard of a plane, those that the CPU can reach first."""
-    dtype = plane_dtype(plane, segment.dtype)
-    views = []
-    if plane is Plane.PARAM and segment.home is not None:
-        views.append(segment.home_shard())
-    if plane in segment.state:
-        views.append(segment.state[plane].view)
-    found = [torch.frombuffer(view, dtype=dtype) if view.nbytes else torch.empty(0, dtype=dtype) for view in views]
-    if plane is Plane.PARAM and segment.device_home is not None and segment.flat is not None:
-        found.append(segment.shard_of(segment.flat))
-    return found
 
 
 def _joined(place: Place, high: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
@@ -288,10 +251,9 @@ def _apply_to(runtime: "ZeroRuntime", edits: Sequence[Edit]) -> None:
             plane.edited = True
             continue
         for plane_kind, values in _planes_of(edit):
-            first, last = _shard_range(edit.place)
-            for memory in planes_in_memory(segment, plane_kind):
-                memory[first:last].copy_(_piece(edit.place, values))
-            if any(spec.plane is plane_kind for spec in segment.stored_planes):
+            first, _ = _shard_range(edit.place)
+            write_in_memory(segment, plane_kind, first, _piece(edit.place, values))
+            if is_stored(segment, plane_kind):
                 stored.append((edit.place, plane_kind, values))
     if stored:
         _store(runtime, stored)
@@ -350,18 +312,17 @@ def _store(runtime: "ZeroRuntime", edits: Sequence[tuple[Place, Plane, torch.Ten
 def _rewrite_plane(
     runtime: "ZeroRuntime", transaction: Transaction, plane: Plane, members: Sequence[tuple[Place, torch.Tensor]]
 ) -> None:
-    """Read a whole plane of a segment, put the new values in, write it."""
+    """Read what the store has of a segment's plane, put the new values in, write it."""
     segment = members[0][0].segment
-    dtype = plane_dtype(plane, segment.dtype)
-    flat = torch.empty(segment.layout.shard_numel, dtype=dtype)
-    view = bytes_of(flat)
-    if runtime.store is None:
-        raise RuntimeError("there is no store to read from")
-    runtime.store.read(segment.name, plane, view).wait()
+    kept, numel = segment.kept, segment.layout.shard_numel
+    flat = read_elements(segment, plane, kept, numel, runtime.store, committed=True)
     for place, values in members:
         first, last = _shard_range(place)
-        flat[first:last] = _piece(place, values)
-    transaction.write(segment.name, plane, view).wait()
+        begin = max(first, kept)
+        if begin < last:
+            flat[begin - kept : last - kept] = _piece(place, values)[begin - first :]
+    for handle in start_writing(transaction, segment, plane, kept, flat):
+        handle.wait()
 
 
 # -- gathering -------------------------------------------------------------------------------------------------------

@@ -12,14 +12,15 @@ from lamina.aio_native import AsyncIO
 from lamina.tiers import Plane
 from lamina.tiers.nvme.pin import PinnedGeneration
 
-from .access import bytes_of, plane_in_memory, planes_in_memory
 from .checkpoint_file import Extent, write_planes
 from .checkpoint_record import ClientTensor, RankRecord, SegmentRecord
 from .checkpoint_source import PINNED_FOLDER, PLANE_FILE, CheckpointSource, RankPart, StateSource
 from .checkpoint_target import StateWriter, check_source, refresh_homes, refresh_replicas
 from .client_optimizer import ClientOptimizer
 from .client_state import ClientStateSource
+from .dtypes import plane_dtype
 from .segment import Segment
+from .shard_planes import bytes_of, plane_in_memory, write_in_memory
 
 if TYPE_CHECKING:
     from .runtime import ZeroRuntime
@@ -114,15 +115,17 @@ def _planes_in_memory(runtime: "ZeroRuntime", records: Sequence[SegmentRecord]) 
     return [
         (segment.name, plane, _view(runtime, segment, Plane(plane)))
         for segment, record in zip(runtime.segments, records, strict=True)
-        for plane in record.filed
+        for plane in record.planes_in_file
     ]
 
 
 def _view(runtime: "ZeroRuntime", segment: Segment, plane: Plane) -> memoryview:
-    """The bytes of this rank's shard of a plane in memory; a copy where only an accelerator has them."""
+    """The bytes of this rank's shard of a plane that only memory has; a copy where only an accelerator has them."""
     values = runtime.gradients[segment].flat if plane is Plane.GRAD else plane_in_memory(segment, plane)
     if values is None:
         raise RuntimeError(f"{segment.name} has no {plane} in memory")
+    if segment.kept and plane is not Plane.GRAD:
+        values = values[: segment.kept]
     values = values.detach().cpu()
     return bytes_of(values) if values.numel() else memoryview(bytearray())
 
@@ -194,7 +197,7 @@ def _same_part(runtime: "ZeroRuntime", source: CheckpointSource) -> RankPart | N
     if len(wanted) != len(part.record.segments):
         return None
     same = all(
-        mine.same_shard(theirs) and mine.pinned == theirs.pinned
+        mine.same_shard(theirs) and (mine.pinned, mine.kept) == (theirs.pinned, theirs.kept)
         for mine, theirs in zip(wanted, part.record.segments, strict=True)
     )
     if same and part.record.has_pinned and runtime.store is not None:
@@ -206,16 +209,14 @@ def _take_over(runtime: "ZeroRuntime", part: RankPart, io: AsyncIO) -> None:
     """Planes in memory first: when one of them is damaged, NVMe-resident state is still the old."""
     part.file()  # raises when it is missing, also where nothing is to be read from it
     for segment, record in zip(runtime.segments, part.record.segments, strict=True):
-        for plane in record.filed:
-            if plane == str(Plane.GRAD):
+        for plane in map(Plane, record.planes_in_file):
+            if plane is Plane.GRAD:
                 continue
-            view = _view(runtime, segment, Plane(plane))
-            part.read(segment.name, plane, 0, view)
-            first, *others = planes_in_memory(segment, Plane(plane))
-            if first.device.type != "cpu":
-                others = [first]
-            for memory in others if len(view) else ():
-                memory.copy_(torch.frombuffer(view, dtype=memory.dtype))
+            view = _view(runtime, segment, plane)
+            part.read(segment.name, str(plane), 0, view)
+            if len(view):
+                values = torch.frombuffer(view, dtype=plane_dtype(plane, segment.dtype))
+                write_in_memory(segment, plane, 0, values)
     if part.record.has_pinned and runtime.store is not None:
         runtime.store.restore(part.pinned_folder)
         refresh_homes(runtime)

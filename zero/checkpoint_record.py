@@ -9,6 +9,7 @@ import torch
 from lamina.tiers import Plane
 
 from .checkpoint_file import Extent
+from .dtypes import plane_dtype
 from .segment import Segment
 
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16)}
@@ -42,7 +43,8 @@ class SlotRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class SegmentRecord:
-    """One rank's shard of a segment. ``pinned`` planes are in the generation's files, ``filed`` ones in the plane file."""
+    """One rank's shard of a segment. ``pinned`` planes are in the generation's files but for the ``kept`` elements at their
+    front, which are in the plane file, as ``filed`` planes are."""
 
     name: str
     dtype: torch.dtype
@@ -54,6 +56,7 @@ class SegmentRecord:
     pinned: tuple[str, ...]
     filed: tuple[str, ...]
     gradient_dtype: torch.dtype
+    kept: int = 0
 
     @classmethod
     def of(cls, segment: Segment, gradient_dtype: torch.dtype, arrived: set[int]) -> "SegmentRecord":
@@ -75,6 +78,7 @@ class SegmentRecord:
             pinned=pinned,
             filed=tuple(filed),
             gradient_dtype=gradient_dtype,
+            kept=segment.kept,
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -109,11 +113,23 @@ class SegmentRecord:
             pinned=tuple(str(plane) for plane in data["pinned"]),
             filed=tuple(str(plane) for plane in data["filed"]),
             gradient_dtype=dtype_of(data["gradient_dtype"]),
+            kept=int(data.get("kept", 0)),  # none before there were any
         )
 
     @property
     def shard_numel(self) -> int:
         return self.numel // self.world_size
+
+    @property
+    def planes_in_file(self) -> tuple[str, ...]:
+        """Planes of which the plane file has the front or all."""
+        return (*self.filed, *(self.pinned if self.kept else ()))
+
+    def filed_bytes(self, plane: str) -> int:
+        """Bytes at the front of a plane of this rank's shard that are in the plane file; the others are pinned."""
+        numel = self.shard_numel if plane in self.filed else self.kept
+        dtype = self.gradient_dtype if plane == str(Plane.GRAD) else plane_dtype(Plane(plane), self.dtype)
+        return numel * dtype.itemsize
 
     def same_shard(self, other: "SegmentRecord") -> bool:
         """Whether the bytes of every plane can be taken over as they are; where they are kept may differ."""

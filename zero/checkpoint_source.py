@@ -12,10 +12,10 @@ from lamina.aio_native import AsyncIO
 from lamina.tiers import Plane
 from lamina.tiers.nvme.pinned_reader import PinnedReader
 
-from .access import bytes_of
 from .checkpoint_file import PlaneFile
 from .checkpoint_record import RankRecord, SegmentRecord, SlotRecord
 from .kernels import Kernels
+from .shard_planes import bytes_of
 
 PLANE_FILE = "planes.bin"
 PINNED_FOLDER = "nvme"
@@ -68,10 +68,14 @@ class RankPart:
         """Fill ``into`` from byte ``offset`` of this rank's shard of a plane; what is read is checked."""
         if not len(into):
             return
-        record = self.segments[segment]
-        if plane in record.filed:
-            self.file().read(segment, plane, offset, into)
-            return
+        border = self.segments[segment].filed_bytes(plane)
+        filed = max(0, min(len(into), border - offset))
+        if filed:
+            self.file().read(segment, plane, offset, into[:filed])
+        if filed < len(into):
+            self._read_pinned(segment, plane, offset + filed - border, into[filed:])
+
+    def _read_pinned(self, segment: str, plane: str, offset: int, into: memoryview) -> None:
         pinned = self.pinned()
         # Only whole chunks can be checked.
         size = pinned.manifest.chunk_bytes

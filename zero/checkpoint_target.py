@@ -8,10 +8,10 @@ import torch
 
 from lamina.tiers import Plane, Transaction
 
-from .access import bytes_of, plane_in_memory, planes_in_memory
 from .checkpoint_source import StateSource
 from .dtypes import plane_dtype
 from .segment import Segment
+from .shard_planes import is_stored, planes_in_memory, read_elements, start_writing, write_in_memory
 
 if TYPE_CHECKING:
     from .runtime import ZeroRuntime
@@ -89,13 +89,10 @@ class StateWriter:
         if self._moments and segment.trainable:
             planes |= self._both_moments(segment, begin, count, pieces)
         handles = []
-        stored = {spec.plane: spec.itemsize for spec in segment.stored_planes}
         for plane, values in planes.items():
-            for memory in planes_in_memory(segment, plane):
-                memory[begin : begin + count].copy_(values)
-            if plane in stored and transaction is not None:
-                offset = begin * stored[plane]
-                handles.append(transaction.write(segment.name, plane, bytes_of(values), offset=offset))
+            write_in_memory(segment, plane, begin, values)
+            if transaction is not None:
+                handles += start_writing(transaction, segment, plane, begin, values)
         for handle in handles:
             handle.wait()
 
@@ -150,18 +147,9 @@ class StateWriter:
 
     def _old(self, segment: Segment, plane: Plane, begin: int, count: int, keep: bool) -> torch.Tensor:
         """The chunk's current values when they are to be kept, else zeros."""
-        dtype = plane_dtype(plane, segment.dtype)
         if not keep:
-            return torch.zeros(count, dtype=dtype)
-        memory = plane_in_memory(segment, plane)
-        if memory is not None:
-            return memory[begin : begin + count].to("cpu", copy=True)
-        values = torch.empty(count, dtype=dtype)
-        store = self._runtime.store
-        if store is None:
-            raise RuntimeError(f"{segment.name} has no {plane} in memory and there is no store")
-        store.read(segment.name, plane, bytes_of(values), offset=begin * dtype.itemsize).wait()
-        return values
+            return torch.zeros(count, dtype=plane_dtype(plane, segment.dtype))
+        return read_elements(segment, plane, begin, begin + count, self._runtime.store)
 
 
 def _pieces(segment: Segment, begin: int, count: int) -> list[_Piece]:
@@ -190,13 +178,10 @@ def refresh_homes(runtime: "ZeroRuntime") -> None:
         return
     runtime.executor.invalidate()
     for segment in runtime.segments:
-        copies = planes_in_memory(segment, Plane.PARAM)
-        if not copies or all(spec.plane is not Plane.PARAM for spec in segment.stored_planes):
+        if not planes_in_memory(segment, Plane.PARAM) or not is_stored(segment, Plane.PARAM):
             continue
-        for begin in range(0, segment.layout.shard_numel, CHUNK_NUMEL):
-            count = min(CHUNK_NUMEL, segment.layout.shard_numel - begin)
-            values = torch.empty(count, dtype=segment.dtype)
-            store.read(segment.name, Plane.PARAM, bytes_of(values), offset=begin * segment.dtype.itemsize).wait()
-            for memory in copies:
-                memory[begin : begin + count].copy_(values)
+        for begin in range(segment.kept, segment.layout.shard_numel, CHUNK_NUMEL):
+            end = min(begin + CHUNK_NUMEL, segment.layout.shard_numel)
+            values = read_elements(segment, Plane.PARAM, begin, end, store, committed=True)
+            write_in_memory(segment, Plane.PARAM, begin, values)
     refresh_replicas(runtime)

@@ -15,7 +15,6 @@ from torch import nn
 
 from lamina.tiers import Plane
 
-from .access import plane_in_memory, planes_in_memory
 from .collectives import Ranks
 from .grad_norm import clip_factor, global_norm
 from .gradient_plane import GradientPlane
@@ -23,6 +22,7 @@ from .gradients import Gradients
 from .kernels import Kernels
 from .optimizer import Copies, StepOutcome
 from .segment import Segment
+from .shard_planes import plane_in_memory, planes_in_memory
 
 
 @dataclass(frozen=True, eq=False)

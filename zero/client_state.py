@@ -9,10 +9,10 @@ from collections.abc import Iterator
 
 import torch
 
-from .access import bytes_of
 from .checkpoint_record import ClientTensor, SegmentRecord, SlotRecord
 from .checkpoint_source import CheckpointSource
 from .client_optimizer import ClientOptimizer
+from .shard_planes import bytes_of
 
 
 class ClientStateSource:

@@ -23,7 +23,11 @@ class EarlyUpdates:
         """Ids of the segments whose gradient is given up as soon as it was used, at these homes."""
         if self._residence.options.wishes.retain_gradients:
             return set()
-        return {id(s) for s in self._residence.segments if self._may_start(s, homes[s.name].state)}
+        return {
+            id(s)
+            for s in self._residence.segments
+            if self._may_start(s, homes[s.name].state) and not homes[s.name].kept
+        }
 
     def _may_start(self, segment: Segment, state_tier: Tier) -> bool:
         """Only what is on NVMe: there the old state stays until the commit. Several ranks must first agree on what is used."""

@@ -65,7 +65,7 @@ class InitialState:
     def _place(self, segment: Segment, transaction: Transaction | None) -> None:
         if segment.stored_planes and transaction is not None:
             self._write(segment, transaction)
-        if segment.state_tier is not Tier.NVME and segment.trainable:
+        if segment.trainable and (segment.state_tier is not Tier.NVME or segment.kept):
             self._keep_state(segment)
         if segment.param_tier is not Tier.NVME:
             self._keep_parameters(segment)
@@ -77,8 +77,8 @@ class InitialState:
     def _write(self, segment: Segment, transaction: Transaction) -> None:
         if self._staging is None:
             raise RuntimeError(f"{segment.name} is to live on NVMe but there is no store")
-        numel = segment.layout.shard_numel
-        shard_begin = segment.layout.shard_range(segment.rank)[0]
+        numel = segment.layout.shard_numel - segment.kept
+        shard_begin = segment.layout.shard_range(segment.rank)[0] + segment.kept
         for begin in range(0, numel, self._chunk_numel):
             count = min(self._chunk_numel, numel - begin)
             planes = self._fill(segment, shard_begin + begin, count)
@@ -122,8 +122,8 @@ class InitialState:
     # -- memory --------------------------------------------------------------------------------------------------------
 
     def _keep_state(self, segment: Segment) -> None:
-        numel, begin = segment.layout.shard_numel, segment.layout.shard_range(segment.rank)[0]
-        arena = self._arenas[segment.state_tier]
+        numel, begin = segment.kept or segment.layout.shard_numel, segment.layout.shard_range(segment.rank)[0]
+        arena = self._arenas[segment.kept_on if segment.kept else segment.state_tier]
         for spec in segment.planes:
             if spec.plane is Plane.PARAM and not self._needs_host_copy(segment):
                 continue

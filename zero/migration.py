@@ -39,7 +39,7 @@ class Migration:
         """Why the state cannot be moved to a placement, as a clause; None when it can."""
         runtime = self._runtime
         if not runtime.residence.can_move or runtime.store is None:
-            return "state stays where it is here (several ranks, an accelerator, kept state or another optimizer)"
+            return "state stays where it is here (several ranks, an accelerator, given shares, kept state or another optimizer)"
         old = runtime.placement
         same = (target.sub_group_numel, target.staging_count, target.scratch_bytes)
         if same != (old.sub_group_numel, old.staging_count, old.scratch_bytes):
@@ -47,6 +47,8 @@ class Migration:
         moved = [s for s in runtime.segments if target.homes[s.name] != home_of(s)]
         if any(not s.trainable or s.persistent for s in moved):
             return "it moves frozen or persistent parameters"
+        if any(s.kept or target.homes[s.name].kept for s in moved):
+            return "it moves part of a segment's state, and its files are laid out for the part that they have"
         nowhere_else = [s for s in moved if Tier.NVME not in (s.state_tier, target.homes[s.name].state)]
         if any(target.homes[s.name].param is not s.param_tier for s in nowhere_else):
             return "it moves parameters from one memory to another that are nowhere else"
@@ -239,4 +241,4 @@ class Migration:
 
 def home_of(segment: Segment) -> Home:
     """Where a segment lives."""
-    return Home(param=segment.param_tier, state=segment.state_tier)
+    return Home(param=segment.param_tier, state=segment.state_tier, kept=segment.kept, kept_on=segment.kept_on)

@@ -146,7 +146,9 @@ class TieredAdam(PlainOptimizer):
         self._norms[id(segment)] = partial_norms(self._kernels, plane)
         runs = self._runs(plane, plane.arrived)
         self._early[id(segment)] = _Early(runs=runs, arrived=frozenset(plane.arrived), grad_multiplier=1.0)
-        self._submit(plane, runs, 1.0, release=not self.retain_gradients, from_store=False, copy_in_use=copy_in_use)
+        # What is kept in memory could not be undone: that waits, with the gradient, for the step.
+        release = not self.retain_gradients and not segment.kept
+        self._submit(plane, runs, 1.0, release=release, in_place=False, copy_in_use=copy_in_use)
 
     def discard(self) -> None:
         """Forget the gradients of this window and every early update: nothing has happened."""
@@ -193,10 +195,11 @@ class TieredAdam(PlainOptimizer):
 
     def _update_all(self, multiplier: float) -> int:
         """Update what was not updated early, and again what was updated with other numbers; returns how many of those."""
-        late = [self._gradients[segment] for segment in self._segments if id(segment) not in self._early]
-        for plane in late:
-            if plane.arrived:
-                self._submit(plane, self._runs(plane, plane.arrived), multiplier, release=True, from_store=False)
+        for segment in self._segments:
+            plane, started = self._gradients[segment], id(segment) in self._early
+            if plane.arrived and (segment.kept or not started):
+                runs = self._runs(plane, plane.arrived)
+                self._submit(plane, runs, multiplier, release=not started, stored=not started)
         self._updater.drain()
         stale = [
             plane
@@ -205,7 +208,8 @@ class TieredAdam(PlainOptimizer):
             and self._is_stale(plane := self._gradients[segment], early, multiplier)
         ]
         for plane in stale:
-            self._submit(plane, self._runs(plane, plane.arrived), multiplier, release=True, from_store=True)
+            runs = self._runs(plane, plane.arrived)
+            self._submit(plane, runs, multiplier, release=True, from_store=True, in_place=False)
         self._updater.drain()
         return len(stale)
 
@@ -237,7 +241,9 @@ class TieredAdam(PlainOptimizer):
         multiplier: float,
         *,
         release: bool,
-        from_store: bool,
+        from_store: bool = False,
+        in_place: bool = True,
+        stored: bool = True,
         copy_in_use: bool = False,
     ) -> None:
         def done(job: UpdateJob) -> None:
@@ -251,6 +257,8 @@ class TieredAdam(PlainOptimizer):
             grad_multiplier=multiplier,
             done=done,
             from_store=from_store,
+            in_place=in_place,
+            stored=stored,
             copy=None if copy_in_use else self._copy_to_renew(plane.segment),
         )
         self._updated[id(plane.segment)] = frozenset(plane.arrived)

@@ -37,6 +37,7 @@ class Residence:
         self.groups, question, usual = fit_groups(module, options, ranks)
         self.decision = decide(question, usual, options, ranks)
         self.placement = self.decision.placement
+        self.sizes = question.segments
         self.segments = [segment for group in self.groups for segment in group.segments]
         for segment in self.segments:
             segment.client = options.client is not None
@@ -70,6 +71,7 @@ class Residence:
     def settle(self, segment: Segment, home: Home) -> None:
         """Note where a segment is at home, and whether compute can use it there."""
         segment.param_tier, segment.state_tier = home.param, home.state
+        segment.kept, segment.kept_on = home.kept, home.kept_on
         segment.in_place = segment.persistent or home.param in self.options.wishes.in_place_tiers
 
     def arena(self, tier: Tier) -> Arena:
@@ -88,8 +90,8 @@ class Residence:
 
     @property
     def can_move(self) -> bool:
-        """Whether homes may change while training: one rank without an accelerator, lamina's own optimizer, state that no
-        later process looks for, and old generations that stay while the next is written."""
+        """Whether homes may change while training: one rank without an accelerator, lamina's own optimizer, no shares of tiers
+        that were asked for, state that no later process looks for, and old generations that stay while the next is written."""
         options = self.options
         return (
             self.decision.choice is not None
@@ -99,6 +101,7 @@ class Residence:
             and options.trains
             and not options.keep_state
             and options.generations > 1
+            and not (options.wishes.param_shares or options.wishes.state_shares)
             and not self.placement.scratch_bytes
         )
 

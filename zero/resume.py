@@ -33,7 +33,7 @@ def is_to_resume(
         raise StoreError(
             f"resume: this rank has kept step {step:.0f}, and others another one: load a checkpoint instead"
         )
-    lost = [s.name for s in segments if s.trainable and s.state_tier is not Tier.NVME]
+    lost = [s.name for s in segments if s.trainable and (s.state_tier is not Tier.NVME or s.kept)]
     if lost:
         raise StoreError(
             f"resume: the optimizer state of {', '.join(lost[:4])} is placed in memory, which did not survive: load a "

@@ -21,7 +21,8 @@ class Segment:
     ``flat`` is the tensor over the whole unsharded layout while it is in memory. ``home`` holds the parameters where their
     tier is memory: the whole layout when they are ``replicated``, else this rank's shard. ``in_place``: compute uses
     ``home`` itself. ``persistent``: compute always can, on every rank and stage. ``state`` holds a block per plane where
-    the optimizer state is in memory.
+    the optimizer state is in memory: of the whole shard, or, with the others' state on NVMe, of the ``kept`` elements at its
+    front, of which the store then has nothing.
 
     With an accelerator the device tier is its memory, which the update on the CPU cannot reach. Parameters at home there
     are ``device_home``, and the update works on a copy: a plane of ``state``, or what it reads from NVMe.
@@ -38,6 +39,8 @@ class Segment:
     client: bool = False  # an optimizer of torch keeps the state
     param_tier: Tier = Tier.DEVICE
     state_tier: Tier = Tier.HOST
+    kept: int = 0
+    kept_on: Tier = Tier.HOST
     device: Accelerator | None = None
     in_place: bool = True
     replicated: bool = True
@@ -71,10 +74,16 @@ class Segment:
             return tuple(spec for spec in self.planes if spec.plane is Plane.PARAM)
         return ()
 
+    @property
+    def numel_in_place(self) -> int:
+        """Elements at the front of this rank's shard that an update changes where they lie; the others pass through buffers."""
+        return self.kept if self.stored_planes else self.layout.shard_numel
+
     def shard_spec(self) -> ShardSpec:
+        """What the store has of this rank's shard: its elements from ``kept`` on."""
         return ShardSpec(
             name=self.name,
-            numel=self.layout.shard_numel,
+            numel=self.layout.shard_numel - self.kept,
             planes=self.stored_planes,
             frozen=not self.trainable,
         )
@@ -141,7 +150,7 @@ class Segment:
         return self.home.view[self.home_offset : self.home_offset + self.shard_nbytes]
 
     def address(self, plane: Plane) -> int:
-        """Address of this rank's shard of a plane that is in memory; 0 when it is not."""
+        """Address of this rank's shard of a plane that is in memory, or of what is kept of it; 0 when it is not."""
         if plane is Plane.PARAM and self.home is not None:
             return self.home.address + self.home_offset
         block = self.state.get(plane)

@@ -43,8 +43,9 @@ class UpdateJob:
     """One segment's update. ``done`` is called in the update thread once the gradient has been used.
 
     ``from_store``: take the old parameters from the current generation although a copy is in memory (the copy may
-    hold a result that is to be replaced). ``copy``: the flat layout of the group's fetched copy, which takes the new
-    parameters, too, for as long as it is not evicted; None where there is none that may be changed.
+    hold a result that is to be replaced). ``in_place``, ``stored``: update the elements that lie in memory with their state,
+    and those that the store has. ``copy``: the flat layout of the group's fetched copy, which takes the new parameters, too, for
+    as long as it is not evicted; None where there is none that may be changed.
     """
 
     segment: Segment
@@ -53,6 +54,8 @@ class UpdateJob:
     grad_multiplier: float
     done: Callable[["UpdateJob"], None]
     from_store: bool = False
+    in_place: bool = True
+    stored: bool = True
     copy: "weakref.ref[torch.Tensor] | None" = None
     chunks_left: int = 0
 
@@ -235,14 +238,15 @@ class Updater:
                 self._queued_jobs -= 1
             if self._error is not None:
                 self._job_done(job)
-            elif job.segment.stored_planes:
-                self._chunks = self._cut(job)
             else:
-                self._update_in_memory(job)
+                if job.in_place and job.segment.numel_in_place:
+                    self._update_in_memory(job)
+                self._chunks = self._cut(job)
 
     def _cut(self, job: UpdateJob) -> Iterator[_Chunk]:
+        """The sub-groups of what the store has."""
         numel = job.segment.layout.shard_numel
-        starts = range(0, numel, self.sub_group_numel)
+        starts = range(job.segment.numel_in_place, numel if job.stored else 0, self.sub_group_numel)
         job.chunks_left = len(starts)
         with self._state:
             self._unwritten += len(starts)
@@ -262,7 +266,7 @@ class Updater:
             nbytes = numel * spec.itemsize
             if self.store is not None and not _is_only_written(spec.plane, job):
                 view = staging.view[offset : offset + nbytes]
-                where = chunk.begin * spec.itemsize
+                where = (chunk.begin - job.segment.kept) * spec.itemsize
                 if spec.plane is Plane.PARAM and not job.from_store and _copy_fetched(chunk, view):
                     self.counters.cached_bytes += nbytes
                     offset += round_up(nbytes, STAGING_ALIGN)
@@ -301,12 +305,12 @@ class Updater:
         if transaction is None:
             raise RuntimeError(f"{segment.name} has NVMe-resident state but no generation is open for it")
         for spec in segment.stored_planes:
-            nbytes, where = numel * spec.itemsize, chunk.begin * spec.itemsize
+            nbytes, where = numel * spec.itemsize, (chunk.begin - segment.kept) * spec.itemsize
             if spec.plane in flight.offsets:
                 offset = flight.offsets[spec.plane]
                 view = flight.staging.view[offset : offset + nbytes]
             else:  # a parameter that is cached in memory: written from there
-                view = self._cached_param(segment, where, nbytes)
+                view = self._cached_param(segment, chunk.begin * spec.itemsize, nbytes)
             taken = sums.taken[spec.plane]
             handles.append(transaction.write(segment.name, spec.plane, view, offset=where, taken=taken))
         if job.from_store and segment.home is not None:
@@ -354,19 +358,14 @@ class Updater:
 
     def _update_in_memory(self, job: UpdateJob) -> None:
         began = time.perf_counter()
-        try:
-            self._adam(job, 0, job.segment.layout.shard_numel, job.segment.address)
-        except BaseException:
-            self._job_done(job)
-            raise
-        segment = job.segment
-        if segment.device_home is not None and segment.layout.shard_numel:
-            self._copy_up(segment, 0, segment.state[Plane.PARAM].view, segment.layout.shard_numel)
+        segment, numel = job.segment, job.segment.numel_in_place
+        self._adam(job, 0, numel, segment.address)
+        if segment.device_home is not None:
+            self._copy_up(segment, 0, segment.state[Plane.PARAM].view, numel)
         ended = time.perf_counter()
         self.counters.adam_s += ended - began
-        self.counters.parameters += job.segment.layout.shard_numel
-        self.spans.add("Adam", job.segment.name, began, ended)
-        self._job_done(job)
+        self.counters.parameters += numel
+        self.spans.add("Adam", segment.name, began, ended)
 
     def _cached_param(self, segment: Segment, where: int, nbytes: int) -> memoryview:
         return segment.home_shard()[where : where + nbytes]

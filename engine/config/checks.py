@@ -14,6 +14,7 @@ from lamina.engine.config.scheduler import (
     WarmupDecayLRParams,
     WarmupLRParams,
 )
+from lamina.engine.config.tiers import STATE_PLANES, PlaneChoice, tier_shares
 
 if TYPE_CHECKING:
     from lamina.engine.config.engine_config import EngineConfig
@@ -119,32 +120,30 @@ def _prefetch(config: EngineConfig) -> Iterator[Finding]:
 
 
 def _shares(config: EngineConfig) -> Iterator[Finding]:
-    """State is placed plane by plane as a whole: the planes of the optimizer share a tier."""
-    ratio = config.zero_optimization.offload_optimizer.ratio
-    if config.zero_optimization.offload_optimizer.device != "none" and ratio != 1:
-        yield Finding(
-            f"{_ZERO}.offload_optimizer.ratio",
-            f"{ratio:g} would leave a share of the state in device memory, which is not offered: write 1.0, or leave the "
-            f'device block out and set tiers.device_bytes ("auto" placement fills device memory first)',
-            (f"{_ZERO}.offload_optimizer.device",),
-        )
+    """The planes of the optimizer lie side by side: on one tier, or with the same shares of tiers."""
     if not isinstance(config.tiers.placement, dict):
         return
-    asked = config.placement()
-    for plane, choice in asked.items():
-        if isinstance(choice, dict) and plane in config.tiers.placement:
-            yield Finding(
-                "tiers.placement", f'gives {plane} shares of tiers, which is not offered: write one tier or "auto"'
-            )
-    state = {plane: asked[plane] for plane in ("remainder", "master", "exp_avg", "exp_avg_sq")}
-    used = {plane: choice for plane, choice in state.items() if not isinstance(choice, dict)}
-    tiers = {str(choice) for plane, choice in used.items() if plane not in config.absent_planes} - {"auto"}
-    if len(tiers) > 1:
+    if isinstance(config.tiers.placement.get("grad"), dict):
         yield Finding(
             "tiers.placement",
-            f"puts the optimizer's planes on {', '.join(sorted(tiers))}: master, remainder, exp_avg and exp_avg_sq share "
-            f"one tier",
+            "gives grad shares of tiers: gradients are in host memory and go further only when its budget cannot hold them; "
+            'write "host" or leave grad out',
         )
+    asked = config.placement()
+    choices = [asked[plane] for plane in STATE_PLANES if plane not in config.absent_planes]
+    told = sorted({_told(choice) for choice in choices if choice != "auto"})
+    if len(told) > 1:
+        yield Finding(
+            "tiers.placement",
+            f"puts the optimizer's planes on {' and on '.join(told)}: master, remainder, exp_avg and exp_avg_sq share one "
+            f"tier, or the same shares of tiers",
+        )
+
+
+def _told(choice: PlaneChoice) -> str:
+    """A tier, or shares of several with the fastest first."""
+    shares = tier_shares(choice)
+    return ", ".join(f"{share:g} {tier}" for tier, share in shares.items()) if len(shares) > 1 else next(iter(shares))
 
 
 def _offload(config: EngineConfig) -> Iterator[Finding]:

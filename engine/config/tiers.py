@@ -14,10 +14,17 @@ from lamina.engine.config.quantities import Bytes, Count
 PlaneName = Literal["param", "remainder", "master", "exp_avg", "exp_avg_sq", "grad"]
 TierName = Literal["device", "host", "nvme"]
 PLANES: tuple[PlaneName, ...] = ("param", "remainder", "master", "exp_avg", "exp_avg_sq", "grad")
+STATE_PLANES: tuple[PlaneName, ...] = ("remainder", "master", "exp_avg", "exp_avg_sq")
 Fraction = Annotated[float, Field(ge=0, le=1)]
 PlaneChoice = TierName | dict[TierName, Fraction]
 
 _JOB = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+def tier_shares(choice: PlaneChoice) -> dict[TierName, float]:
+    """Each tier that holds some of a plane, fastest first, and the part of the elements that it holds."""
+    given = choice if isinstance(choice, dict) else {choice: 1.0}
+    return {tier: given[tier] for tier in typing.get_args(TierName) if given.get(tier)}
 
 
 class NvmePathConfig(Block):
@@ -84,7 +91,8 @@ class TiersConfig(Block):
         default=(), description="folders for NVMe-resident state; state is striped over several"
     )
     placement: Annotated[Literal["auto"] | dict[PlaneName, PlaneChoice], BeforeValidator(_placement)] = own_auto(
-        "auto", description="auto, or for each plane a tier or shares of tiers that sum to 1"
+        "auto",
+        description="auto, or for each plane a tier or shares of tiers that sum to 1 (of param: to the nearest group)",
     )
     verify: Literal["always", "resume", "off"] = Field(
         default="resume", description="when checksums of NVMe state are checked"

@@ -44,7 +44,7 @@ class OffloadOptimizerConfig(Block):
     pipeline_write: bool = hint(False, "the optimizer always writes behind; the results are the same")
     fast_init: bool = hint(False, "state is always initialised by streaming")
     ratio: Annotated[float, Field(ge=0, le=1)] = Field(
-        default=1.0, description="share of the optimizer state that is offloaded"
+        default=1.0, description="share of the optimizer state that is offloaded; the rest stays in device memory"
     )
     cpuadam_cores_perc: Annotated[float, Field(gt=0, le=1)] = hint(
         0.8, "the optimizer's threads follow from the cores that the process may use"

@@ -5,13 +5,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-DEVICE_OF_TIER = {"device": "none", "host": "cpu", "nvme": "nvme"}
+DEVICE_OF_TIER = {"device": "none", "host": "cpu", "nvme": "nvme", "divided": "nvme"}
+DIVIDED = 0.6  # of the optimizer state on NVMe, the rest in device memory, as the parameters are
 CLIP_NORM = 0.05  # far below the norms of the first steps
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """``home`` is the tier of what the stage shares out: the optimizer state from stage 1 on, at 3 the parameters too."""
+    """``home`` is the tier of what the stage shares out: the optimizer state from stage 1 on, at 3 the parameters too. Divided: a
+    share of the state is on NVMe, everything else in device memory."""
 
     stage: int
     home: str
@@ -38,10 +40,11 @@ class Case:
             config[self.dtype] = {"enabled": True}
         if self.dtype == "fp16":
             config["fp16"]["loss_scale"] = 1024.0
-        offloaded = {"device": DEVICE_OF_TIER[self.home]} | ({"nvme_path": folder} if self.home == "nvme" else {})
+        device, divided = DEVICE_OF_TIER[self.home], self.home == "divided"
+        offloaded = {"device": device} | ({"nvme_path": folder} if device == "nvme" else {})
         if self.stage >= 1:
-            config["zero_optimization"]["offload_optimizer"] = offloaded
-        if self.stage == 3:
+            config["zero_optimization"]["offload_optimizer"] = offloaded | ({"ratio": DIVIDED} if divided else {})
+        if self.stage == 3 and not divided:
             config["zero_optimization"]["offload_param"] = offloaded
         return config
 
@@ -52,7 +55,7 @@ class Case:
 
 CHOICES: dict[str, Sequence[Any]] = {
     "stage": (0, 1, 2, 3),
-    "home": ("device", "host", "nvme"),
+    "home": ("device", "host", "nvme", "divided"),
     "optimizer": ("Adam", "AdamW"),
     "dtype": ("fp32", "bf16", "fp16"),
     "accumulation": (1, 3),

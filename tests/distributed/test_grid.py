@@ -46,7 +46,7 @@ def test_every_pair_of_choices_gives_the_numbers_of_plain_torch(world_size: int,
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_every_case_gives_the_numbers_of_plain_torch(world_size: int, tmp_path: Path) -> None:
     results = run(world_size, "all", tmp_path, timeout=1400)
-    assert len(results) == len(all_cases()) == 240
+    assert len(results) == len(all_cases()) == 312
     check(results)
 
 

@@ -370,19 +370,19 @@ def test_folders_of_the_offload_blocks_serve_when_tiers_names_none() -> None:
     ("config", "path", "message"),
     [
         (
-            {"tiers": {"nvme": ["/a"], "placement": {"exp_avg": {"host": 0.5, "nvme": 0.5}}}},
+            {"tiers": {"nvme": ["/a"], "placement": {"exp_avg": {"host": 0.5, "nvme": 0.5}, "exp_avg_sq": "host"}}},
             "tiers.placement",
-            "shares",
+            "on 0.5 host, 0.5 nvme and on host",
+        ),
+        (
+            {"tiers": {"nvme": ["/a"], "placement": {"grad": {"host": 0.5, "nvme": 0.5}}}},
+            "tiers.placement",
+            "gives grad shares of tiers",
         ),
         (
             {"tiers": {"nvme": ["/a"], "placement": {"exp_avg": "host", "exp_avg_sq": "nvme"}}},
             "tiers.placement",
-            "host, nvme",
-        ),
-        (
-            {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.75}}},
-            "zero_optimization.offload_optimizer.ratio",
-            "write 1.0",
+            "on host and on nvme",
         ),
         ({"communication_data_type": "fp32", "bf16": {"enabled": True}}, "communication_data_type", 'write "bf16"'),
         (

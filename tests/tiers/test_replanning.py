@@ -28,7 +28,7 @@ from lamina.tiers.replan import Replanner
 MIB = 1 << 20
 
 
-def question(read: float, *, passes_s: float) -> PlacementQuestion:
+def question(read: float, *, passes_s: float, divide_state: bool = True) -> PlacementQuestion:
     segments = tuple(
         SegmentSize(
             name=f"block{index}",
@@ -45,7 +45,7 @@ def question(read: float, *, passes_s: float) -> PlacementQuestion:
     return PlacementQuestion(
         segments=segments,
         budgets=Budgets(device_bytes=4 * MIB, host_bytes=60 * MIB),
-        wishes=Wishes(retain_gradients=True, chunk_numel=1 << 17, sub_group_numel=1 << 17),
+        wishes=Wishes(retain_gradients=True, chunk_numel=1 << 17, sub_group_numel=1 << 17, divide_state=divide_state),
         links=BandwidthModel([disk]),
         times=ComputeTimes.proportional(
             segments, forward_s=passes_s / 3, backward_s=passes_s * 2 / 3, adam_elements_per_s=2e9
@@ -100,7 +100,7 @@ def test_the_placement_stays_where_no_other_is_much_faster() -> None:
 
 def test_another_placement_is_proposed_where_the_slow_disk_makes_it_pay() -> None:
     """With a disk this fast it made no difference where memory goes; on one 40 times slower it does."""
-    asked = question(20e9, passes_s=0.1)
+    asked = question(20e9, passes_s=0.1, divide_state=False)
     planner = Replanner(choice=choose(asked))
     assert planner.choice.placement == asked.place(), "the usual order"
     slow = asked.links.faster(DISK, 1 / 40).link(DISK)
@@ -116,6 +116,21 @@ def test_another_placement_is_proposed_where_the_slow_disk_makes_it_pay() -> Non
 
 
 # -- with a real disk and a token bucket ---------------------------------------------------------------------------------
+
+
+def test_a_divided_segment_stays_and_leaves_little_to_gain() -> None:
+    """In the same case the division of one segment's state has filled memory already."""
+    asked = question(20e9, passes_s=0.1)
+    planner = Replanner(choice=choose(asked))
+    divided = {name: home for name, home in planner.choice.placement.homes.items() if home.kept}
+    assert len(divided) == 1
+    slow = asked.links.faster(DISK, 1 / 40).link(DISK)
+    for _ in range(10):
+        planner.after_step(step_on(slow, asked, planner))
+    revision = planner.revisions[-1]
+    assert revision.better is None or revision.better.placement.homes.items() >= divided.items()
+    anew = choose(replace(asked, links=planner.choice.question.links))
+    assert revision.expected_step_s < 1.05 * anew.predicted.step_s
 
 
 def test_the_bucket_gives_the_rate_that_it_says(tmp_path: Path) -> None:

@@ -91,6 +91,8 @@ def job(name: str, done: Callable[[UpdateJob], None] = lambda job: None) -> Upda
         flat=None,
         in_place=False,
         state={},
+        kept=0,
+        numel_in_place=0,
         layout=SimpleNamespace(shard_numel=NUMEL),
         address=lambda plane: 0,
     )
