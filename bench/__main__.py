@@ -22,6 +22,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "doctor": ("lamina.bench.doctor:main", "what this machine offers, which backend is used and why"),
     "nvme": ("lamina.bench.nvme:main", "measure the bandwidth between files and memory"),
     "plan": ("lamina.bench.plan:main", "what fits where, and how long a step takes"),
+    "timeline": (
+        "lamina.bench.timeline_command:main",
+        "draw a step of a trace, measured or simulated, in lanes of time",
+    ),
     "aio": ("lamina.bench.aio:main", "compare the I/O backends"),
     "adam": ("lamina.bench.adam:main", "measure the CPU Adam kernels"),
     "simulate": ("lamina.bench.simulate:main", "run the scheduler on a described machine, without I/O"),

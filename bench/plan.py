@@ -171,7 +171,7 @@ def _write_files(given: argparse.Namespace, report: Reporter, answer: Plan, item
         draw(answer, given.plot)
         report.line(f"plot written to {given.plot}")
     if given.timeline is not None and item is not None:
-        from lamina.bench.timeline import write_timeline
+        from lamina.bench.plan_timeline import write_timeline
 
         report.line(write_timeline(item, given.timeline))
 

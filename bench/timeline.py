@@ -1,124 +1,153 @@
-"""A step in lanes of time (each link, compute, the optimizer): simulated for a planned placement, or as a run recorded it."""
+"""One step of a Chrome trace drawn in lanes of time: each link, compute, the optimizer.
 
+Traces of runs (`lamina train --trace`) and of simulations (`lamina plan --timeline`) have the same lanes, so that pictures of
+both can be laid side by side.
+"""
+
+import importlib.util
 import json
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lamina.engine.planner import Option, PlanError
-from lamina.engine.planner.case import Case
-from lamina.engine.planner.quantity import GB
-from lamina.tiers import BandwidthModel, ComputeTimes, Curve, Link, PlacementQuestion, Simulation, simulate
-from lamina.tiers.bandwidth import DISK, TO_DEVICE
-from lamina.tiers.homes import Budgets
+from lamina.tiers.spans import STEP
 
-_COLOURS = ("#3b6ea5", "#d98c3f", "#5a9e6f", "#b5506b", "#9a86b8", "#8c6d46", "#4aa3a2")
-ADAM_BYTES = 28
-"""Read and written per element by an fp32 update."""
-BACKWARD_SHARE = 2 / 3
-"""Of the operations of both passes."""
+COLOURS = {
+    "compute": "#3b6ea5",
+    "stall": "#b5506b",
+    "nvme->host: parameters": "#d98c3f",
+    "host->device": "#8c6d46",
+    "nvme->host: optimizer": "#e3b23c",
+    "Adam": "#5a9e6f",
+    "host->nvme: optimizer": "#9a86b8",
+    "commit": "#4aa3a2",
+}
+"""Lanes from top to bottom; others come below them."""
+OTHER = "#7f7f7f"
 
-
-def simulated(item: Option) -> Simulation:
-    """The step of a planned placement, with every span. Raises PlanError for rates that are missing."""
-    case = item.case
-    question = PlacementQuestion(
-        segments=case.segments,
-        budgets=Budgets(),
-        wishes=case.wishes,
-        links=_links(case),
-        times=_times(item),
-        generations=case.buffers.generations,
-        micro_batches=case.load.accumulation,
-        lookahead=case.buffers.lookahead,
-    )
-    return simulate(question.step(question.place()), question.links, record=True)
+Span = tuple[str, float, float]
+"""Name, begin and end in seconds."""
+Lanes = Mapping[str, Sequence[Span]]
 
 
-def _links(case: Case) -> BandwidthModel:
-    """Of one rank: ranks of one host share its drives."""
-    machine, found = case.machine, []
-    if machine.nvme_read_bandwidth and machine.nvme_write_bandwidth:
-        found.append(
-            Link(
-                name=DISK,
-                read=Curve.flat(machine.nvme_read_bandwidth),
-                write=Curve.flat(machine.nvme_write_bandwidth),
-                mix_gain=2.0 if machine.nvme_full_duplex else 1.0,
-                sharers=machine.devices_per_host,
-            )
-        )
-    if not machine.shared_memory:
-        rate = Curve.flat(machine.rate("link_bandwidth", "a timeline"))
-        found.append(Link(name=TO_DEVICE, read=rate, write=rate, mix_gain=2.0))
-    return BandwidthModel(found)
+class TimelineError(ValueError):
+    """A trace that cannot be read or has no such step, or a picture that cannot be drawn."""
 
 
-def _times(item: Option) -> ComputeTimes:
-    case, passes_s = item.case, item.time.passes.get("compute", 0.0) / item.case.load.accumulation
-    rate = case.machine.rate("host_bandwidth", "a timeline") / case.machine.devices_per_host / ADAM_BYTES
-    return ComputeTimes.proportional(
-        case.segments,
-        forward_s=passes_s * (1 - BACKWARD_SHARE),
-        backward_s=passes_s * BACKWARD_SHARE,
-        adam_elements_per_s=rate,
-    )
+@dataclass(frozen=True, kw_only=True)
+class StepPicture:
+    """What happened in one step. Seconds count from where it began."""
+
+    title: str
+    step_s: float
+    lanes: Lanes
+
+    def busy_s(self, lane: str) -> float:
+        """Seconds in which the lane had anything to do."""
+        busy = reached = 0.0
+        for _, began, ended in sorted(self.lanes.get(lane, ()), key=lambda span: span[1]):
+            busy += max(0.0, ended - max(began, reached))
+            reached = max(reached, ended)
+        return busy
 
 
-Lanes = Mapping[str, Sequence[tuple[str, float, float]]]
-"""By lane: name, begin and end in seconds."""
+def read_step(path: Path, *, step: int | None = None, title: str = "") -> StepPicture:
+    """A step of the trace file: number ``step``, or else the one of median length among all but the first, in which groups are
+    fetched on demand. A trace without steps is taken whole.
+
+    Raises OSError, and TimelineError for what is no trace or has no such step. An empty ``title`` says which step it is.
+    """
+    try:
+        lanes = lanes_of(json.loads(path.read_bytes()))
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise TimelineError(
+            f"{path} is not JSON, perhaps cut short ({error}): give a file of lamina train --trace"
+        ) from error
+    except TimelineError as error:
+        raise TimelineError(f"{path}: {error}") from error
+    name, began, ended = _chosen(lanes.pop(STEP, []), step, lanes, path)
+    cut = {
+        lane: [(what, max(a, began) - began, min(b, ended) - began) for what, a, b in spans if a < ended and b > began]
+        for lane, spans in lanes.items()
+    }
+    shown = title or f"{path.name}, {name}: {ended - began:.3f} s"
+    return StepPicture(title=shown, step_s=ended - began, lanes={lane: spans for lane, spans in cut.items() if spans})
 
 
-def lanes_of(trace: Mapping[str, Any]) -> Lanes:
-    """Lanes of a Chrome trace. Raises PlanError for what is none."""
+def _chosen(steps: Sequence[Span], number: int | None, lanes: Lanes, path: Path) -> Span:
+    spans = [span for lane in lanes.values() for span in lane]
+    if not spans:
+        raise TimelineError(f"there is nothing to draw: {path} has no spans")
+    if number is not None:
+        found = [span for span in steps if span[0] == f"{STEP} {number}"]
+        if not found:
+            there = f"{steps[0][0]} to {steps[-1][0]}" if steps else "none"
+            raise TimelineError(f"{path} has no step {number}; there are: {there}")
+        return found[-1]
+    if not steps:
+        return "the whole trace", min(span[1] for span in spans), max(span[2] for span in spans)
+    settled = sorted(steps[1:] or steps, key=lambda span: span[2] - span[1])
+    return settled[len(settled) // 2]
+
+
+def lanes_of(trace: Any) -> dict[str, list[Span]]:
+    """Lanes of a parsed Chrome trace, in its order. Raises TimelineError for what is none."""
     try:
         events = trace["traceEvents"]
-        names = {event["tid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
-        lanes: dict[str, list[tuple[str, float, float]]] = {name: [] for name in names.values()}
+        names = {event["tid"]: str(event["args"]["name"]) for event in events if event["ph"] == "M"}
+        lanes: dict[str, list[Span]] = {name: [] for name in names.values()}
         for event in events:
             if event["ph"] == "X":
-                begin = event["ts"] / 1e6
-                lanes[names[event["tid"]]].append((event["name"], begin, begin + event["dur"] / 1e6))
-    except (KeyError, TypeError) as error:
-        raise PlanError(f"no Chrome trace with named lanes: {error!r} is missing") from error
+                began, lasted = float(event["ts"]) / 1e6, float(event["dur"]) / 1e6
+                if not (math.isfinite(began) and 0 <= lasted < math.inf):
+                    raise TimelineError(f"no Chrome trace: {event['name']!r} begins at {began} s and lasts {lasted} s")
+                lanes[names[event["tid"]]].append((str(event["name"]), began, began + lasted))
+    except (KeyError, TypeError, IndexError, AttributeError) as error:
+        raise TimelineError(f"no Chrome trace with named lanes ({type(error).__name__}: {error})") from error
     return lanes
 
 
-def draw(lanes: Lanes, path: Path, *, title: str) -> None:
-    """Write a picture; the format follows from the file's suffix. Raises PlanError without matplotlib, or without lanes."""
+def in_order(names: Iterable[str]) -> list[str]:
+    """Lanes from top to bottom, each once."""
+    there = dict.fromkeys(names)
+    return [*(name for name in COLOURS if name in there), *(name for name in there if name not in COLOURS)]
+
+
+def require_matplotlib() -> None:
+    """Raises TimelineError without it: before anything is computed that only a picture would show."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise TimelineError("a timeline wants matplotlib: pip install 'lamina[plot]'")
+
+
+def draw(pictures: Sequence[StepPicture], path: Path) -> None:
+    """Write the steps one above the other, on one axis of time; the format follows from the file's suffix.
+
+    Raises TimelineError without matplotlib or for a suffix that it does not know, OSError.
+    """
+    require_matplotlib()
+    # An extra, and slow to import: only a picture needs it.
+    from matplotlib.figure import Figure
+
+    lanes = in_order(lane for picture in pictures for lane in picture.lanes)[::-1]
+    figure = Figure(figsize=(11, (0.42 * len(lanes) + 0.7) * len(pictures) + 0.4), layout="constrained")
+    axes = figure.subplots(len(pictures), sharex=True, squeeze=False)[:, 0]
+    for axis, picture in zip(axes, pictures, strict=True):
+        for row, lane in enumerate(lanes):
+            axis.broken_barh(
+                [(began, ended - began) for _, began, ended in picture.lanes.get(lane, ())],
+                (row - 0.36, 0.72),
+                facecolors=COLOURS.get(lane, OTHER),
+                edgecolor="white",
+                linewidth=0.4,
+            )
+        axis.axvline(picture.step_s, color="#404040", linewidth=0.8, linestyle=":")
+        axis.set_yticks(range(len(lanes)), lanes)
+        axis.set_title(picture.title, fontsize=10)
+    axes[-1].set_xlim(0, max(picture.step_s for picture in pictures) * 1.005)
+    axes[-1].set_xlabel("seconds")
     try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise PlanError("--timeline wants matplotlib: pip install 'lamina[plot]'") from error
-    if not any(lanes.values()):
-        raise PlanError("there is nothing to draw: the trace has no spans")
-    figure = Figure(figsize=(11, 0.6 * len(lanes) + 1.4), layout="constrained")
-    axis = figure.subplots()
-    for row, (colour, spans) in enumerate(zip(_cycle(len(lanes)), reversed(list(lanes.values())), strict=True)):
-        axis.broken_barh(
-            [(begin, end - begin) for _, begin, end in spans],
-            (row - 0.36, 0.72),
-            facecolors=colour,
-            edgecolor="white",
-            linewidth=0.4,
-        )
-    axis.set_yticks(range(len(lanes)), [*reversed(list(lanes))])
-    axis.set_xlabel("seconds")
-    axis.set_title(title, fontsize=11)
-    figure.savefig(path, dpi=130)
-
-
-def _cycle(number: int) -> list[str]:
-    return [_COLOURS[index % len(_COLOURS)] for index in range(number)]
-
-
-def write_timeline(item: Option, path: Path) -> str:
-    """Picture of an option's simulated step, and beside it the Chrome trace (.json); a sentence that says so."""
-    done = simulated(item)
-    trace = path.with_suffix(".json")
-    done.spans.write(trace)
-    lanes = lanes_of(json.loads(trace.read_text()))
-    disk = done.read_bytes + done.written_bytes
-    title = f"{item.label}: {done.step_s:.3f} s simulated, {disk / GB:.2f} GB of disk traffic, {done.binding or 'compute'} binds"
-    draw(lanes, path, title=title)
-    return f"timeline of {item.label} written to {path}, its trace to {trace}"
+        figure.savefig(path, dpi=130)
+    except ValueError as error:
+        raise TimelineError(f"{path}: {error}") from error

@@ -24,6 +24,7 @@ from lamina.bench.interrupt import Interrupt
 from lamina.bench.reference import PlainTrainer, train_plain
 from lamina.bench.report import Reporter, format_seconds, process_memory, reset_peak_memory
 from lamina.bench.state_folder import StateFolder, why_not_writable
+from lamina.bench.timeline import draw, read_step, require_matplotlib
 from lamina.bench.train_args import TrainingRun, parse
 from lamina.bench.train_report import (
     Outcome,
@@ -50,6 +51,9 @@ def main(arguments: Sequence[str]) -> int:
     report = Reporter(as_json=options.json)
     if options.compare:
         refuse_comparison(run)
+    if options.timeline is not None:
+        require_matplotlib()
+        check_writable(Path(options.timeline), option="--timeline")
     if options.trace is not None:
         check_writable(Path(options.trace), option="--trace")
     corpus = Corpus.load(options.text)
@@ -70,6 +74,9 @@ def main(arguments: Sequence[str]) -> int:
             trace=options.trace,
         )
         print_outcome(report, run, ours)
+        if options.timeline is not None and ours.metrics:
+            draw([read_step(Path(options.trace))], Path(options.timeline))
+            report.line(f"timeline written to {options.timeline}, its trace to {options.trace}")
         others: list[Outcome] = []
         if options.compare and not interrupt.requested:
             others = demonstration.compare(ours.rates)

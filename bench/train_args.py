@@ -108,6 +108,9 @@ def parser() -> argparse.ArgumentParser:
     output.add_argument("--sample", type=_count, metavar="N", default=160, help="bytes of text to generate (160)")
     output.add_argument("--temperature", type=_rate, metavar="X", default=0.8, help="of the sample; 0: greedy (0.8)")
     output.add_argument("--trace", metavar="FILE", help="write a Chrome trace of the run (Perfetto)")
+    output.add_argument(
+        "--timeline", metavar="FILE.png", help="draw one step of the run; its trace: --trace, or FILE.json"
+    )
     output.add_argument("--json", action="store_true", help="one JSON line on stdout, the report on stderr")
     return make
 
@@ -115,6 +118,8 @@ def parser() -> argparse.ArgumentParser:
 def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, TrainingRun]:
     """Options and the run they describe. Raises ConfigError and ValueError; SystemExit as argparse does."""
     given = parser().parse_args(arguments)
+    if given.timeline is not None and given.trace is None:
+        given.trace = str(Path(given.timeline).with_suffix(".json"))
     return given, resolve(given)
 
 

@@ -5,6 +5,7 @@ import time
 from dataclasses import dataclass
 
 from lamina.tiers import Tier
+from lamina.tiers.spans import STEP
 from lamina.zero import ZeroRuntime
 from lamina.zero.update import ROOM
 
@@ -73,6 +74,7 @@ class StepMeter:
         now = time.perf_counter()
         clock, self.clock = self.clock, Clock(began=now, processor_s=time.process_time())
         step_s = now - clock.began
+        runtime.spans.add(STEP, f"{STEP} {facts.step}", clock.began, now)
         read_before, written_before = self._io_before
         read, written = self._io_before = self._io_bytes()
         read_bytes, written_bytes = read - read_before, written - written_before

@@ -15,7 +15,7 @@ from .lookahead import EarlyUpdate, Pace, Timetable
 from .plan import Action, Verb
 from .scheduler import DeviceState, Scheduler
 from .simulated_update import PASSES, READ, SimulatedUpdater
-from .spans import Spans
+from .spans import STEP, Spans
 from .step_model import StepModel, UpdateModel
 from .trace import Access, Order, Upcoming
 
@@ -232,7 +232,7 @@ class _Machine:
 
     def train(self, steps: int) -> Process:
         self._prefetch()
-        for _ in range(steps):
+        for step in range(1, steps + 1):
             self._begin_step()
             for index, access in enumerate(self.step.accesses):
                 asked = self.queue.now
@@ -253,9 +253,12 @@ class _Machine:
             self.totals.peak_gradients = max(self.totals.peak_gradients, self.open_gradients)
             yield from self.updater.drain()
             if self.step.commit_s:
+                began = self.queue.now
                 yield self.queue.after(self.step.commit_s)
+                self.spans.add("commit", f"{STEP} {step}", began, self.queue.now)
             yield from self._settle_copies()
             self.result = self._finish()
+            self.spans.add(STEP, f"{STEP} {step}", self.totals.began, self.queue.now)
             self._prefetch()
         self.updater.stop()
 

@@ -5,6 +5,9 @@ import threading
 from dataclasses import dataclass, field
 from pathlib import Path
 
+STEP = "step"
+"""The lane whose spans are whole optimizer steps, "step 1" and so on."""
+
 
 @dataclass(kw_only=True)
 class Spans:
