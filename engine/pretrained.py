@@ -14,6 +14,7 @@ from lamina.tiers import Plane
 from lamina.zero import ZeroRuntime
 from lamina.zero.checkpoint import LoadedState, load_source
 
+from .checkpoint.deepspeed import refuse_deepspeed
 from .checkpoint.loading import LoadReport
 from .torch_file import TorchFile
 from .weight_names import weights_of
@@ -110,8 +111,10 @@ class WeightSource:
 def weight_files(folder: str) -> list[str]:
     """The files of a folder that hold its weights, safetensors if there are any (or the one file that is named).
 
-    Raises FileNotFoundError naming what is missing, ValueError for an index that names a file elsewhere."""
+    Raises FileNotFoundError naming what is missing, DeepSpeedCheckpointError for DeepSpeed's states, ValueError for an index that
+    names a file elsewhere."""
     if os.path.isfile(folder):
+        refuse_deepspeed(folder)
         return [folder]
     if not os.path.isdir(folder):
         raise FileNotFoundError(f"{folder} is no folder with weights")
@@ -131,6 +134,7 @@ def weight_files(folder: str) -> list[str]:
         )
         if files := [os.path.join(folder, name) for name in wanted]:
             return files
+    refuse_deepspeed(folder)
     raise FileNotFoundError(f"{folder} has no .safetensors file and no pytorch_model.bin")
 
 

@@ -23,6 +23,8 @@ from lamina.aio_native import crc32c
 from lamina.tiers import IntegrityError
 from lamina.tiers.nvme.folder import sync_directory
 
+from .deepspeed import refuse_deepspeed
+
 FORMAT = "lamina checkpoint"
 VERSION = 1
 MAIN_FILE = "checkpoint.json"
@@ -245,13 +247,14 @@ def _empty(removed: str, path: str) -> None:
 def locate(load_dir: str, tag: str | int | None) -> str | None:
     """The folder of a tag, or of the one that `latest` names; None when there is no `latest`.
 
-    Raises FileNotFoundError naming what is there instead.
+    Raises FileNotFoundError naming what is there instead, DeepSpeedCheckpointError for what DeepSpeed wrote.
     """
     if tag is None:
         try:
             with open(os.path.join(load_dir, LATEST), encoding="utf-8") as file:
                 tag = file.read().strip()
         except (FileNotFoundError, NotADirectoryError):
+            refuse_deepspeed(load_dir)
             return None
     name = checked_tag(tag)
     path = os.path.join(load_dir, name)
@@ -262,5 +265,6 @@ def locate(load_dir: str, tag: str | int | None) -> str | None:
             match = _REPLACED.fullmatch(other)
             if match and match["tag"] == name and is_checkpoint(os.path.join(load_dir, other)):
                 return os.path.join(load_dir, other)
+    refuse_deepspeed(load_dir, tag=name)
     there = ", ".join(one.tag for one in checkpoints(load_dir)) if os.path.isdir(load_dir) else ""
     raise FileNotFoundError(f"{path} holds no complete checkpoint; in {load_dir} there are: {there or 'none'}")

@@ -65,8 +65,8 @@ def load_checkpoint(
     as they are (``engine.load_report`` lists them). ``optimizer`` false: no moments, step counts, rates, loss scale.
     ``schedule`` false: the schedule keeps its state. ``module_only``: weights and buffers, nothing else.
 
-    Raises FileNotFoundError (tag), IntegrityError (a missing or damaged part, named), KeyError (strict), ValueError (shapes,
-    another number of param groups).
+    Raises FileNotFoundError (tag), DeepSpeedCheckpointError (what DeepSpeed wrote, with the way round), IntegrityError (a
+    missing or damaged part, named), KeyError (strict), ValueError (shapes, another number of param groups).
     """
     root = os.path.abspath(os.path.expanduser(os.fspath(load_dir)))
     path = folder.locate(root, tag)

@@ -6,6 +6,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+from lamina.engine.checkpoint.deepspeed import refuse_deepspeed
 from lamina.engine.planner.errors import PlanError
 from lamina.engine.planner.hf_config import shape_from_config
 from lamina.engine.planner.model_presets import MODEL_PRESETS, model_preset
@@ -81,6 +82,7 @@ def _from_folder(path: Path) -> ModelShape:
     elif base is not None:
         return base
     else:
+        refuse_deepspeed(path)
         raise PlanError(f"{path}: neither config.json nor safetensors files are in this folder")
     return shape_from_tensors(shapes, name=path.name or str(path), config=base)
 
@@ -94,6 +96,7 @@ def _from_file(path: Path) -> ModelShape:
     elif path.suffix == ".json":
         return _from_config(path)
     else:
+        refuse_deepspeed(path)
         raise PlanError(f"{path}: is neither a config.json nor a safetensors file or index")
     base = _from_config(config) if config.is_file() else None
     return shape_from_tensors(shapes, name=path.stem, config=base)
