@@ -40,14 +40,14 @@ def identify(path: str | os.PathLike[str], *, root: Path = Path("/")) -> DeviceI
     folder = existing_parent(path)
     fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        device = os.fstat(fd).st_dev
+        device = _file_device(fd)
         space = os.fstatvfs(fd)
         file_system, source = _mount(fd, root)
     finally:
         os.close(fd)
     numbers = f"{os.major(device)}:{os.minor(device)}"
     if os.major(device) == 0 and source.startswith("/dev/"):
-        # btrfs and overlay give a made-up device number: the mount's source tells the disk.
+        # btrfs gives a made-up device number: the mount's source tells the disk.
         node = os.stat(source).st_rdev if os.path.exists(source) else 0
         numbers = f"{os.major(node)}:{os.minor(node)}"
     disk = _disk_folder(numbers, root)
@@ -66,6 +66,21 @@ def identify(path: str | os.PathLike[str], *, root: Path = Path("/")) -> DeviceI
         serial=_first(disk, "serial", "device/serial", "wwid", "device/wwid", "dm/uuid", "md/uuid"),
         capacity_bytes=int(_first(disk, "size") or 0) * SECTOR,
     )
+
+
+def _file_device(folder: int) -> int:
+    """st_dev of a file in an open folder: on overlay file systems that of a layer below, and the folder's own is made up."""
+    own = os.fstat(folder).st_dev
+    if os.major(own) != 0:
+        return own
+    try:
+        file = os.open(".", os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600, dir_fd=folder)
+    except OSError:  # not allowed there, or no such thing on this file system
+        return own
+    try:
+        return os.fstat(file).st_dev
+    finally:
+        os.close(file)
 
 
 def existing_parent(path: str | os.PathLike[str]) -> Path:

@@ -1,10 +1,12 @@
 """Stripes that follow disks which become slower or faster: when new ones are asked for, and a run that gets them."""
 
+import contextlib
 import os
 import random
 import statistics
+import subprocess
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,7 @@ from lamina.bench.gpt import GPT, GPTShape
 from lamina.engine import TrainingEngine
 from lamina.engine.steering import device_work
 from lamina.tiers import GenerationStore, NvmePath, Plane, PlaneSpec, ShardSpec
+from lamina.tiers.device_identity import identify
 from lamina.tiers.stripe_balance import SETTLING_STEPS, WINDOW, WORTH, DeviceWork, StripeBalance
 from lamina.tiers.stripe_weights import device_shares
 
@@ -199,6 +202,50 @@ def test_a_file_system_in_memory_is_another_device_than_a_disk(tmp_path: Path) -
             assert store.devices == (tmp_path.stat().st_dev, memory.stat().st_dev)
             assert [round(done[device].nbytes / MIB) for device in store.devices] == [12, 4]
             assert all(done[device].busy_s > 0 for device in store.devices)
+
+
+@pytest.fixture
+def overlay(tmp_path: Path) -> Iterator[Path]:
+    """A folder on an overlay file system, whose upper layer is a file system in memory: files and folders differ in st_dev."""
+    memory, mount = tmp_path / "memory", tmp_path / "overlay"
+    for folder in (memory, mount, tmp_path / "lower"):
+        folder.mkdir()
+    layers = f"lowerdir={tmp_path / 'lower'},upperdir={memory / 'upper'},workdir={memory / 'work'}"
+    with contextlib.ExitStack() as undo:
+        for command, made in (
+            (["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(memory)], memory),
+            (["mount", "-t", "overlay", "-o", layers, "overlay", str(mount)], mount),
+        ):
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            if done.returncode:
+                pytest.skip(f"cannot mount: {done.stderr.strip()}")
+            undo.callback(subprocess.run, ["umount", str(made)], check=True)
+            if made is memory:
+                (memory / "upper").mkdir()
+                (memory / "work").mkdir()
+        yield mount
+
+
+@pytest.mark.root
+@pytest.mark.filterwarnings("ignore::lamina.aio_native.BufferedIOWarning")
+def test_on_an_overlay_the_devices_are_those_of_the_files(tmp_path: Path, overlay: Path) -> None:
+    (overlay / "file").touch()
+    if os.stat(overlay).st_dev == os.stat(overlay / "file").st_dev:
+        pytest.skip("this kernel gives files of an overlay the device of their folder")
+    plain = tmp_path / "plain"
+    plain.mkdir()
+    with AsyncIO() as io:
+        paths = [NvmePath(path=str(plain), weight=3), NvmePath(path=str(overlay), weight=1)]
+        shard = ShardSpec(name="s", numel=8 * MIB, planes=(PlaneSpec(plane=Plane.PARAM, itemsize=2),))
+        with GenerationStore.open(paths, job="j", rank=0, shards=[shard], io=io) as store:
+            before = io.stats()
+            with store.begin() as transaction:
+                transaction.write("s", Plane.PARAM, bytes(16 * MIB))
+                transaction.commit(1)
+            done = device_work(before, io.stats())
+            assert [round(done[device].nbytes / MIB) for device in store.devices] == [12, 4]
+    assert identify(overlay).capacity_bytes == 64 * MIB
+    assert sorted(os.listdir(overlay)) == ["file", "j"], "looking leaves no file"
 
 
 @pytest.mark.slow

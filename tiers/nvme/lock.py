@@ -8,7 +8,14 @@ import weakref
 
 from lamina.tiers.errors import LockedError, StoreError
 
+from .folder import RankFolder
+
 LOCK_NAME = "lock"
+
+
+def file_device(folder: RankFolder) -> int:
+    """st_dev of the files in a folder that is locked: on overlay file systems the folder itself has another. Raises OSError."""
+    return os.stat(folder.file(LOCK_NAME), follow_symlinks=False).st_dev
 
 
 def process_exists(pid: int) -> bool:

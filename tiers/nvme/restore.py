@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from lamina.tiers.nvme.chunk_sums import ChunkSums
 from lamina.tiers.nvme.folder import sync_directory
 from lamina.tiers.nvme.handle import TransferHandle
+from lamina.tiers.nvme.lock import file_device
 from lamina.tiers.nvme.manifest import SlotRecord
 from lamina.tiers.nvme.pin import NO_LINK
 from lamina.tiers.nvme.pinned_reader import PinnedReader
@@ -53,7 +54,7 @@ def _folder_for(pool: SlotPool, path: str, stripe: int) -> int | None:
     """A folder on the file's own file system, that of its stripe if possible."""
     device = os.stat(path).st_dev
     order = sorted(range(len(pool.folders)), key=lambda index: index != stripe)
-    return next((i for i in order if os.stat(pool.folders[i].path).st_dev == device and i not in pool.failed), None)
+    return next((i for i in order if file_device(pool.folders[i]) == device and i not in pool.failed), None)
 
 
 def copy_into(transaction: Transaction, pinned: PinnedReader, sums: Mapping[str, ChunkSums]) -> None:

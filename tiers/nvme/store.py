@@ -22,7 +22,7 @@ from lamina.tiers.errors import StoreError
 from lamina.tiers.nvme.generations import Generations
 from lamina.tiers.nvme.handle import HandleGroup, TransferHandle, as_bytes
 from lamina.tiers.nvme.layout import require_same_shards
-from lamina.tiers.nvme.lock import FolderLock
+from lamina.tiers.nvme.lock import FolderLock, file_device
 from lamina.tiers.nvme.manifest import GenerationRecord
 from lamina.tiers.nvme.opening import Opening, Verify
 from lamina.tiers.nvme.pin import CopyJob, PinnedGeneration, copy_files, finish_pin, start_pin
@@ -313,8 +313,8 @@ class GenerationStore:
 
     @property
     def devices(self) -> tuple[int, ...]:
-        """The device (st_dev, as in IOStats) under each path. Raises OSError for a path that is gone."""
-        return tuple(os.stat(folder.path).st_dev for folder in self._pool.folders)
+        """The device (st_dev of files, as in IOStats) under each path. Raises OSError for a path that is gone."""
+        return tuple(file_device(folder) for folder in self._pool.folders)
 
     def restripe(self, weights: Sequence[float]) -> int:
         """Lay the generations to come out in other proportions, one weight per path as open() was given them (measured
