@@ -43,8 +43,11 @@ def checksum(view: memoryview, start: int, end: int, taken: Sequence[TakenSums])
             continue
         first = sums.offset + pieces.start * sums.piece_nbytes
         last_nbytes = min(sums.piece_nbytes, sums.nbytes - (pieces.stop - 1) * sums.piece_nbytes)
-        crc = crc32c(view[at:first], crc)
+        if first > at:
+            crc = crc32c(view[at:first], crc)
         crc = crc32c_join(crc, sums.crcs[pieces.start : pieces.stop], sums.piece_nbytes, last_nbytes)
         num_read += first - at
         at = first + (len(pieces) - 1) * sums.piece_nbytes + last_nbytes
-    return crc32c(view[at:end], crc), num_read + end - at
+    if at < end:
+        crc = crc32c(view[at:end], crc)
+    return crc, num_read + end - at
