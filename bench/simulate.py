@@ -1,7 +1,8 @@
 """Simulated steps against real ones: `python -m lamina.bench simulate`.
 
 For every configuration the same model is first trained with everything in memory, which gives the seconds of compute and
-of Adam; from these, a probe of the disk and the placement the step is simulated, and held against the step that was measured.
+of Adam; from these, the placement, and what the engine measured of its links in the first steps, the step is simulated and held
+against those that are measured then.
 """
 
 import argparse
@@ -21,6 +22,8 @@ from lamina.bench.report import Reporter, format_bytes, format_seconds
 
 TOLERANCE = 0.15
 TIMEOUT_S = 900
+WARM_UP = 6
+"""Steps until the engine knows its links from steps, and has moved what it wants to move."""
 SMALL = GPTShape(layers=8, dim=512, heads=8, seq=128)
 WIDE = GPTShape(layers=4, dim=1024, heads=16, seq=128)
 DEEP = GPTShape(layers=14, dim=768, heads=12, seq=128)
@@ -151,7 +154,7 @@ def job_of(trial: Trial, folder: str, *, steps: int, times: dict[str, float] | N
         "shape": {name: getattr(trial.shape, name) for name in ("layers", "dim", "heads", "seq", "tied")},
         "config": trial.config(folder),
         "micro_batch": trial.micro_batch,
-        "warm_up": 3,
+        "warm_up": WARM_UP,
         "steps": steps,
         "times": times,
     }

@@ -2,12 +2,14 @@
 
     python -m lamina.bench.simulate_probe '{"shape": {...}, "config": {...}, ...}'
 
-With "times" (seconds of a run in memory) the step is also simulated, from them, the placement and a probe of the disk.
+With "times" (seconds of a run in memory) the step is also simulated, from them, the placement and what the first steps measured.
 """
 
 import json
 import sys
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
@@ -15,31 +17,54 @@ import torch
 
 from lamina.bench.gpt import GPT, VOCABULARY, GPTShape
 from lamina.engine import initialize
+from lamina.engine.metrics import StepMetrics
 from lamina.tiers import BandwidthModel, ComputeTimes, PlacementQuestion, Simulation, probe_disk
 from lamina.tiers.bandwidth import Link, disk_link
 from lamina.tiers.stripe_weights import device_shares
 from lamina.zero import ZeroRuntime
+from lamina.zero.adam_speed import streamed_adam_rate
 from lamina.zero.fitting import segment_size
 
 
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """One step by the clock. ``forward_s``: its forward passes, without what they waited for."""
+
+    seconds: float
+    forward_s: float
+    metrics: StepMetrics
+
+
 def measure(job: dict[str, Any]) -> dict[str, Any]:
-    """Train `warm_up` + `steps` steps of one shape under one config; medians of the latter."""
+    """Train `warm_up` + `steps` steps of one shape under one config; medians of the latter. What is predicted is predicted
+    between the two."""
     torch.manual_seed(0)
     tokens = torch.randint(VOCABULARY, (job["micro_batch"], job["shape"]["seq"]))
     engine, _, _, _ = initialize(model=GPT(GPTShape(**job["shape"])), config=job["config"])
     accumulation = engine.config.gradient_accumulation_steps
-    seconds, all_metrics = [], []
-    with engine:
-        for _ in range(job["warm_up"] + job["steps"]):
-            began = time.perf_counter()
+
+    def train(steps: int) -> list[Step]:
+        done = []
+        for _ in range(steps):
+            forward_s, began = 0.0, time.perf_counter()
             for _ in range(accumulation):
-                engine.backward(engine(tokens, tokens))
+                asked, stalled_s = time.perf_counter(), engine.runtime.executor.counters.stalled_s
+                loss = engine(tokens, tokens)
+                forward_s += time.perf_counter() - asked - (engine.runtime.executor.counters.stalled_s - stalled_s)
+                engine.backward(loss)
                 engine.step()
-            seconds.append(time.perf_counter() - began)
-            all_metrics.append(engine.metrics())
-        kept = all_metrics[job["warm_up"] :]
+            done.append(Step(seconds=time.perf_counter() - began, forward_s=forward_s, metrics=engine.metrics()))
+        return done
+
+    with engine:
+        before = train(job["warm_up"])
+        predicted = (
+            predict(engine.runtime, job["times"], before[1:] or before, accumulation) if job.get("times") else None
+        )
+        steps = train(job["steps"])
+        kept = [step.metrics for step in steps]
         result: dict[str, Any] = {
-            "step_s": median(seconds[job["warm_up"] :]),
+            "step_s": median(step.seconds for step in steps),
             "forward_s": median(item.forward_s for item in kept),
             "backward_s": median(item.backward_s for item in kept),
             "update_s": median(item.update_s for item in kept),
@@ -51,35 +76,50 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
             "peak_bytes": dict(kept[-1].peak_bytes),
             "trained": sum(segment.layout.numel for segment in engine.runtime.segments if segment.trainable),
         }
-        if job.get("times"):
-            done = predict(engine.runtime, job, result["commit_s"], accumulation)
-            result["predicted"] = done.as_dict()
+        if predicted is not None:
+            result["predicted"] = predicted.as_dict()
     return result
 
 
-def predict(runtime: ZeroRuntime, job: dict[str, Any], commit_s: float, accumulation: int) -> Simulation:
-    """The simulated step of a runtime. Compute comes from the run in memory, the disk from a probe; of the run itself only
-    the seconds of the commit, which no model describes."""
-    options, times = runtime.options, job["times"]
+def predict(runtime: ZeroRuntime, times: dict[str, float], warm_up: Sequence[Step], accumulation: int) -> Simulation:
+    """The simulated step of a runtime.
+
+    Compute comes from the run in memory. Of the steps before the measured ones come: the links' rates, as the engine keeps
+    them; the seconds of the commit; and how much longer the forward pass took without its stalls, since fetching costs it
+    processor time and memory bandwidth. The backward pass is taken to grow by the same share: updates run beside it, so that
+    what fetching costs it cannot be told apart.
+    """
+    options = runtime.options
     segments = tuple(segment_size(segment, options, runtime.ranks) for segment in runtime.segments)
     recorded = tuple(access.group for access in runtime.executor.trace.recorded)
+    trained = next(segment for segment in runtime.segments if segment.trainable)
+    slower = median(step.forward_s for step in warm_up) / times["forward_s"]
     question = PlacementQuestion(
         segments=segments,
         budgets=options.budgets,
         wishes=options.wishes,
-        links=BandwidthModel(_disks(runtime)),
+        links=links_of(runtime),
         times=ComputeTimes.proportional(
             segments,
-            forward_s=times["forward_s"] / accumulation,
-            backward_s=times["backward_s"] / accumulation,
+            forward_s=slower * times["forward_s"] / accumulation,
+            backward_s=slower * times["backward_s"] / accumulation,
             adam_elements_per_s=times["adam_elements_per_s"],
-            commit_s=commit_s,
+            streamed_adam_elements_per_s=streamed_adam_rate(
+                runtime.kernels, trained.dtype, runtime.gradients[trained].dtype
+            ),
+            commit_s=median(step.metrics.commit_s for step in warm_up),
         ),
         micro_batches=accumulation,
         lookahead=options.lookahead,
         order=_one_micro_batch(recorded, accumulation, len(runtime.groups)),
     )
     return question.predict(runtime.placement)
+
+
+def links_of(runtime: ZeroRuntime) -> BandwidthModel:
+    """As the engine's own model knows them after the steps so far; probed now where it has made no choice by them."""
+    choice = runtime.decision.choice
+    return choice.question.links.as_measured() if choice is not None else BandwidthModel(_disks(runtime))
 
 
 def _one_micro_batch(recorded: tuple[int, ...], accumulation: int, groups: int) -> tuple[int, ...]:

@@ -127,6 +127,11 @@ class Correction:
     factor: float = 1.0
     samples: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
 
+    @property
+    def latest(self) -> float:
+        """The median of the window, without hysteresis; ``factor`` while it is less than half full."""
+        return statistics.median(self.samples) if len(self.samples) > WINDOW // 2 else self.factor
+
     def observe(self, ratio: float) -> bool:
         """Take one measurement; True when the factor moved."""
         self.samples.append(min(max(ratio, self.factor / CLIP), self.factor * CLIP))
@@ -216,6 +221,14 @@ class BandwidthModel:
         return BandwidthModel(
             replace(link, read=link.read.scaled(times), write=link.write.scaled(times)) if link.name == name else link
             for link in links
+        )
+
+    def as_measured(self) -> "BandwidthModel":
+        """Another model with the rates of the last few steps as they were, without the hysteresis that planning wants."""
+        slower = {name: self._corrections[name].latest for name in self._links}
+        return BandwidthModel(
+            replace(link, read=link.read.scaled(1 / slower[name]), write=link.write.scaled(1 / slower[name]))
+            for name, link in self._links.items()
         )
 
     def factor(self, name: str) -> float:

@@ -118,11 +118,16 @@ class StepModel:
 
 @dataclass(frozen=True, kw_only=True)
 class ComputeTimes:
-    """Seconds of compute without any waiting. ``forward_s`` and ``backward_s`` by group, of one micro-batch."""
+    """Seconds of compute without any waiting. ``forward_s`` and ``backward_s`` by group, of one micro-batch.
+
+    ``streamed_adam_elements_per_s``: of an update whose planes pass through buffers, since it takes their checksums, too; 0 for
+    as fast as in memory.
+    """
 
     forward_s: Sequence[float]
     backward_s: Sequence[float]
     adam_elements_per_s: float
+    streamed_adam_elements_per_s: float = 0.0
     commit_s: float = 0.0
 
     @classmethod
@@ -133,6 +138,7 @@ class ComputeTimes:
         forward_s: float,
         backward_s: float,
         adam_elements_per_s: float,
+        streamed_adam_elements_per_s: float = 0.0,
         commit_s: float = 0.0,
     ) -> "ComputeTimes":
         """Whole passes, shared out over the groups by their number of elements."""
@@ -142,6 +148,7 @@ class ComputeTimes:
             forward_s=[forward_s * numel / total for numel in numels],
             backward_s=[backward_s * numel / total for numel in numels],
             adam_elements_per_s=adam_elements_per_s,
+            streamed_adam_elements_per_s=streamed_adam_elements_per_s,
             commit_s=commit_s,
         )
 
@@ -192,7 +199,7 @@ def model_step(
         updates.append(
             UpdateModel(
                 name=segment.name,
-                sub_groups=_sub_groups(segment, home, placement.sub_group_numel, times.adam_elements_per_s),
+                sub_groups=_sub_groups(segment, home, placement.sub_group_numel, times),
                 group=-1 if home.param in in_place_tiers or segment.persistent else segment.group,
                 renews=home.param is Tier.NVME and not separate_device,
                 after=after,
@@ -259,7 +266,7 @@ def _in_update_order(segments: Sequence[SegmentSize]) -> list[SegmentSize]:
     return [segment for segment in segments if segment.trained]
 
 
-def _sub_groups(segment: SegmentSize, home: Home, numel: int, adam_rate: float) -> tuple[SubGroup, ...]:
+def _sub_groups(segment: SegmentSize, home: Home, numel: int, times: ComputeTimes) -> tuple[SubGroup, ...]:
     """The turns of a segment's update, but for what is kept in memory of a state on NVMe; one without bytes where nothing of
     it is there."""
     state = sum(segment.state_itemsizes)
@@ -273,7 +280,8 @@ def _sub_groups(segment: SegmentSize, home: Home, numel: int, adam_rate: float) 
     else:
         param = read = write = 0
     if not read and not write:
-        return (SubGroup(adam_s=segment.shard_numel / adam_rate),)
+        return (SubGroup(adam_s=segment.shard_numel / times.adam_elements_per_s),)
+    adam_rate = times.streamed_adam_elements_per_s or times.adam_elements_per_s
     cuts = [*range(home.kept, segment.shard_numel, max(numel, 1)), segment.shard_numel]
     return tuple(
         SubGroup(read_bytes=size * read, param_bytes=size * param, write_bytes=size * write, adam_s=size / adam_rate)

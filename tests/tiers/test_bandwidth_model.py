@@ -86,6 +86,20 @@ def test_small_deviations_change_nothing_however_long_they_last() -> None:
     assert not any(model.observe(step(disk().seconds(GB, GB) * (1 + 0.9 * THRESHOLD))) for _ in range(30))
 
 
+def test_predictions_for_now_follow_small_deviations_that_plans_do_not() -> None:
+    model = BandwidthModel([disk()])
+    slower = 1 + 0.8 * THRESHOLD
+    for _ in range(2):
+        model.observe(step(disk().seconds(GB, GB) * slower))
+        assert model.as_measured().link(DISK) == disk(), "two steps say nothing yet"
+    for factor in (slower, 8.0):
+        model.observe(step(disk().seconds(GB, GB) * factor))
+        now = model.as_measured().link(DISK)
+        assert now.read.rate() == pytest.approx(2 * GB / slower), "and an outlier changes nothing"
+        assert now.write.rate() == pytest.approx(4 * GB / slower)
+    assert model.link(DISK) == disk()
+
+
 def test_a_disk_that_becomes_three_times_slower_is_known_within_five_steps() -> None:
     model = BandwidthModel([disk()])
     right = disk().seconds(GB, GB)

@@ -179,3 +179,12 @@ def test_parameters_that_stay_whole_in_memory_take_no_window_even_where_compute_
     ours = choose(asked)
     assert asked.step(ours.placement).groups[0].window_bytes == 2 * MIB
     assert ours.predicted.step_s > 0
+
+
+def test_updates_through_buffers_go_by_a_rate_of_their_own() -> None:
+    asked = question([MIB, MIB], device=64 * MIB, host=64 * MIB, passes_s=1.0, overlap=False)
+    asked = replace(asked, times=replace(asked.times, streamed_adam_elements_per_s=0.5e9))
+    homes = {"block0": Home(param=Tier.DEVICE, state=Tier.HOST), "block1": Home(param=Tier.NVME, state=Tier.NVME)}
+    step = asked.step(asked.placement_at(homes, like=asked.place()))
+    seconds = {update.name: sum(part.adam_s for part in update.sub_groups) for update in step.updates}
+    assert seconds == {"block0": pytest.approx(MIB / 2e9), "block1": pytest.approx(MIB / 0.5e9)}
