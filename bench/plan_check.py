@@ -21,6 +21,7 @@ import torch
 
 from lamina.aio_native import AsyncIO
 from lamina.bench.gpt import GPT, GPTShape
+from lamina.bench.plan_peers import peer_rate
 from lamina.bench.plan_rates import quick_rates, training_flops
 from lamina.bench.report import Reporter
 from lamina.engine.planner import (
@@ -46,7 +47,7 @@ BYTES_TOLERANCE, RSS_TOLERANCE, TIME_TOLERANCE = 0.03, 0.10, 0.20
 ENGINE_BYTES, FILE_IO_BYTES = 8 << 20, 12 << 20
 """What an engine takes beyond its arenas in a process that has torch: kernels and bookkeeping; with state on
 nvme the ring, I/O threads and checksums."""
-STEPS = 3
+STEPS = 5
 TIMEOUT_S = 300
 SHAPE = GPTShape(layers=8, dim=512, heads=8, seq=256)
 
@@ -164,11 +165,10 @@ def check(report: Reporter, *, nvme_path: str | None = None, quick: bool = False
         raise PlanError(f"--only {only!r}: no configuration matches; labels are such as {Trial().label!r}")
     report.machine()
     with tempfile.TemporaryDirectory(prefix="lamina-plan-", dir=nvme_path or ".") as folder:
-        disk = disk_rates(Path(folder))
         verdicts = []
         with report.progress(len(chosen), title="training") as progress:
             for trial in chosen:
-                verdicts.append(try_out(trial, Path(folder), disk))
+                verdicts.append(try_out(trial, Path(folder)))
                 progress.advance(f"{trial.label}: {'holds' if verdicts[-1].holds else 'does not hold'}")
     print_verdicts(report, verdicts)
     report.json({"trials": [verdict_data(verdict) for verdict in verdicts]})
@@ -182,32 +182,39 @@ def disk_rates(folder: Path) -> dict[str, float]:
     return {"nvme_read_bandwidth": speed.read, "nvme_write_bandwidth": speed.write}
 
 
-def machine_for(trial: Trial, folder: Path, disk: dict[str, float]) -> Machine:
-    """This machine with rates measured right before the trial, on one small run in memory of the same
-    dtype."""
-    rates: dict[str, Any] = {**quick_rates(), **disk}
-    rates["half_flops" if trial.dtype != "fp32" else "fp32_flops"] = training_flops(trial.dtype, trial.shape)
-    rates["achievable"] = 1.0
+def rates_for(trial: Trial, folder: Path) -> dict[str, float]:
+    """Fields of the planner's machine, measured now: the disk, memory, and a small run in memory of the trial's dtype, width
+    and batch."""
+    flops = training_flops(trial.dtype, trial.shape, micro_batch=trial.micro_batch)
+    name = "half_flops" if trial.dtype != "fp32" else "fp32_flops"
+    peers = {"peer_bandwidth": peer_rate()} if trial.ranks > 1 else {}
+    return {**quick_rates(), **disk_rates(folder), **peers, name: flops, "achievable": 1.0}
+
+
+def machine_for(trial: Trial, folder: Path, rates: dict[str, float]) -> Machine:
+    """This machine with such rates."""
     own = ENGINE_BYTES + (FILE_IO_BYTES if NVME in (trial.param, trial.optimizer) else 0)
     return replace(this_machine(rates=rates, nvme_path=folder, ranks=trial.ranks), process_bytes=own)
 
 
-def planned(trial: Trial, folder: Path, disk: dict[str, float]) -> Option:
+def planned(trial: Trial, folder: Path, rates: dict[str, float]) -> Option:
     """The planner's view of a trial."""
     with torch.device("meta"):
         model = shape_from_module(GPT(trial.shape), name="gpt", heads=trial.shape.heads)
     question = Question(
         model=model,
         load=trial.load,
-        machine=machine_for(trial, folder, disk),
+        machine=machine_for(trial, folder, rates),
         buffers=Buffers(zero_init=False, io_staging_bytes=0),
     )
     return option(question, trial.placement)
 
 
-def try_out(trial: Trial, folder: Path, disk: dict[str, float]) -> Verdict:
-    """Plan, emit, train, compare."""
-    item = planned(trial, folder, disk)
+def try_out(trial: Trial, folder: Path) -> Verdict:
+    """Plan, emit, train, compare. Times are planned by the mean of the rates right before and right after the run: those of a
+    shared machine drift."""
+    before = rates_for(trial, folder)
+    item = planned(trial, folder, before)
     job = {
         "shape": {name: getattr(trial.shape, name) for name in ("layers", "dim", "heads", "seq", "tied")},
         "config": emit_config(item, nvme_path=str(folder)),
@@ -219,9 +226,11 @@ def try_out(trial: Trial, folder: Path, disk: dict[str, float]) -> Verdict:
     predicted = {tier: item.held.arena_peak(tier) for tier in (DEVICE, HOST)}
     predicted[NVME] = item.held.peak(NVME)
     results, error = run_ranks(job, trial.ranks)
+    after = rates_for(trial, folder)
+    time = planned(trial, folder, {name: (before[name] + after[name]) / 2 for name in before}).time
     if error:
         return Verdict(
-            trial=trial, predicted=predicted, measured={}, rss=(0, 1), step_s=(item.time.step_s, 1.0), error=error
+            trial=trial, predicted=predicted, measured={}, rss=(0, 1), step_s=(time.step_s, 1.0), error=error
         )
     measured = {tier: max(result["peak_bytes"].get(tier, 0) for result in results) for tier in predicted}
     return Verdict(
@@ -229,8 +238,8 @@ def try_out(trial: Trial, folder: Path, disk: dict[str, float]) -> Verdict:
         predicted=predicted,
         measured=measured,
         rss=(resident(item), max(result["rss_growth"] for result in results)),
-        step_s=(item.time.step_s, max(result["step_s"] for result in results)),
-        passes_s=(item.time.passes_s, max(result["passes_s"] for result in results)),
+        step_s=(time.step_s, max(result["step_s"] for result in results)),
+        passes_s=(time.passes_s, max(result["passes_s"] for result in results)),
     )
 
 

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from lamina.bench.plan_peers import peer_rate
 from lamina.engine.planner import Machine, PlanError, machine_from_mapping, machine_preset, this_machine
 from lamina.tiers.profile_file import load_profile
 
@@ -29,6 +30,8 @@ def find_machine(
         from lamina.bench.plan_rates import quick_rates
 
         rates = {**quick_rates(), **_profile_rates(nvme_path, profile, changes or {})}
+        if ranks > 1:
+            rates["peer_bandwidth"] = peer_rate()
         machine = this_machine(rates=rates, nvme_path=nvme_path, ranks=ranks)
     elif Path(name).is_file():
         machine = machine_from_mapping(_object(Path(name)), source=name)

@@ -34,18 +34,18 @@ def quick_rates() -> dict[str, float]:
     }
 
 
-def training_flops(dtype: str, shape: GPTShape) -> float:
-    """Operations per second of a forward and backward pass in memory: two blocks of this shape, two
+def training_flops(dtype: str, shape: GPTShape, *, micro_batch: int = 2) -> float:
+    """Operations per second of a forward and backward pass in memory: two blocks of this shape, so many
     sequences."""
     small = GPTShape(layers=2, dim=shape.dim, heads=shape.heads, seq=shape.seq, tied=shape.tied)
     model = GPT(small).to(torch.float32 if dtype == "fp32" else torch.bfloat16)
-    tokens = torch.randint(VOCABULARY, (2, shape.seq))
+    tokens = torch.randint(VOCABULARY, (micro_batch, shape.seq))
 
     def work() -> None:
         model(tokens, tokens).backward()
         model.zero_grad(set_to_none=True)
 
-    load = Workload(micro_batch=2, sequence=shape.seq, dtype=as_dtype(dtype), checkpoint_interval=0)
+    load = Workload(micro_batch=micro_batch, sequence=shape.seq, dtype=as_dtype(dtype), checkpoint_interval=0)
     flops = step_flops(shape_from_module(model, name="gpt", heads=small.heads), load).hardware_per_token
     return flops * load.tokens / _median_seconds(work)
 

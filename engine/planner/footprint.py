@@ -98,10 +98,10 @@ def footprint(case: Case) -> Footprint:
 
 
 def _fragments(case: Case, items: Sequence[Item]) -> Iterator[Item]:
-    passes = [item for item in items if item.tier == DEVICE and item.kind in AUTOGRAD]
+    passes = [item for item in items if (item.tier == DEVICE and item.kind in AUTOGRAD) or item.kind is Kind.COPIES]
     most = max(sum(item.nbytes for item in passes if phase in item.phases) for phase in Phase)
     share = case.machine.fragment_share
-    formula = f"{share:.0%} of the most that a pass allocates"
+    formula = f"{share:.0%} of the most that a pass and its collectives allocate"
     yield Item(tier=DEVICE, kind=Kind.FRAGMENTS, nbytes=int(most * share), phases=TRAINED, formula=formula)
 
 

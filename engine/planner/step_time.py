@@ -55,19 +55,21 @@ def step_time(case: Case) -> StepTime:
     moved = channel_bytes(case)
     compute, model_flops = compute_seconds(case)
     bubble = float(bubble_fraction(case.place.pipeline, case.load.accumulation))
-    passes = {Channel.COMPUTE.value: compute / (1 - bubble), **_seconds(case.machine, moved, update=False)}
-    update = _seconds(case.machine, moved, update=True)
+    passes = _on_cores(
+        case, {Channel.COMPUTE.value: compute / (1 - bubble)}, _seconds(case.machine, moved, update=False)
+    )
+    update = _on_cores(case, {}, _seconds(case.machine, moved, update=True))
     passes_s, update_s = (_part(part, case.machine.overlap_loss) for part in (passes, update))
     worst = max(passes.values()) + max(update.values(), default=0.0)
     together = {name: passes.get(name, 0.0) + update.get(name, 0.0) for name in {**passes, **update}}
     if not case.updates_early:
         step, bound = passes_s + update_s, worst
     else:
-        # The update runs under the backward pass: what both need of one channel adds up.
-        step, bound = (
-            min(passes_s + update_s, _part(together, case.machine.overlap_loss)),
-            max(together.values()),
-        )
+        # The update runs under the backward pass: what both need of one channel adds up. It starts with the first group
+        # whose gradient is final.
+        overlapped = _part(together, case.machine.overlap_loss)
+        begun = passes_s * _share_before_updates(case) + update_s
+        step, bound = min(passes_s + update_s, max(overlapped, begun)), max(together.values())
     tokens = case.load.tokens * case.load.accumulation * case.slice.ranks
     peak = case.machine.peak_flops(case.load.itemsize) * case.machine.ranks
     return StepTime(
@@ -98,6 +100,23 @@ def compute_seconds(case: Case) -> tuple[float, float]:
     if case.machine.shared_memory:
         rate /= case.machine.devices_per_host  # ranks of one host share its cores
     return executed / rate, flops.model_per_token
+
+
+def _on_cores(case: Case, work: Mapping[str, float], links: Mapping[str, float]) -> dict[str, float]:
+    """Both together. Where ranks are processes on one host's cores, collectives are work of these cores, too."""
+    found = {**work, **links}
+    if case.machine.shared_memory and case.machine.hosts == 1 and Channel.COLLECTIVE.value in found:
+        compute = Channel.COMPUTE.value
+        found[compute] = found.get(compute, 0.0) + found.pop(Channel.COLLECTIVE.value)
+    return found
+
+
+def _share_before_updates(case: Case) -> float:
+    """Part of the passes after which the last block's gradient is final: all micro-batches but the last, then a forward pass
+    (a third of a micro-batch's time, a quarter where blocks are computed again) and one block's way back."""
+    forward = 1 / (4 if case.load.checkpoint_interval else 3)
+    in_last = forward + (1 - forward) / max(len(case.slice.blocks), 1)
+    return (case.load.accumulation - 1 + in_last) / case.load.accumulation
 
 
 def _part(seconds: Mapping[str, float], loss: float) -> float:

@@ -1,11 +1,14 @@
 """The comparison of plans with measured runs: its rules, and a real run of it."""
 
+import socket
+import threading
 from dataclasses import replace
 
 import pytest
 
 from lamina.bench.__main__ import main as lamina
 from lamina.bench.plan_check import Trial, Verdict, trials
+from lamina.bench.plan_peers import exchange, peer_rate
 from lamina.engine.planner import machine_preset, model_preset
 from lamina.engine.planner.options import Question, option
 from lamina.engine.planner.placement import Placement
@@ -53,6 +56,23 @@ def test_quick_check_runs_and_its_arena_bytes_hold(tmp_path_factory: pytest.Temp
     code = lamina(["plan", "--quick", "--nvme-path", str(folder)])
     assert code in (0, 1)  # seconds depend on what else runs here; the table says which figure is off
     assert not list(folder.iterdir())
+
+
+def test_peers_exchange_what_they_say_and_leave_no_process() -> None:
+    sent = 3 << 20
+    assert 0 < peer_rate(sent) < 1e12
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        other = threading.Thread(target=exchange, args=(theirs, sent))
+        other.start()
+        assert exchange(ours, sent) > 0
+        other.join()
+    ours, theirs = socket.socketpair()
+    with ours:
+        theirs.sendall(b"x" * 10)
+        theirs.close()
+        with pytest.raises(OSError):
+            exchange(ours, 1 << 20)
 
 
 def test_a_disk_too_small_is_said_before_training() -> None:

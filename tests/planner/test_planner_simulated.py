@@ -1,9 +1,13 @@
 """The planner's step times and those by which the engine chooses a placement are one prediction, seen from two sides."""
 
+from dataclasses import replace
+
 import pytest
 
 from lamina.engine.planner import (
     Case,
+    Machine,
+    ModelShape,
     Placement,
     PlanError,
     Workload,
@@ -12,8 +16,10 @@ from lamina.engine.planner import (
     model_preset,
     step_time,
 )
+from lamina.engine.planner.channel_bytes import Channel, channel_bytes
 from lamina.engine.planner.obstacles import obstacles
 from lamina.engine.planner.simulated import placement_question, simulated_step
+from lamina.engine.planner.step_time import compute_seconds
 
 LOADS = (
     Workload(),
@@ -50,3 +56,35 @@ def test_what_the_engine_does_not_run_is_not_simulated() -> None:
     case = Case(model=model_preset("gpt2"), load=Workload(), place=Placement(stage=0), machine=machine_preset("h100"))
     with pytest.raises(PlanError, match="updates run on the CPU"):
         simulated_step(case)
+
+
+def cpu_case(machine: Machine, **load: object) -> Case:
+    """All on nvme, updates under the backward pass, one block of the way back a quarter of it."""
+    model = ModelShape(name="m", layers=4, hidden=256, heads=4, vocab=256)
+    place = Placement(stage=3, param="nvme", optimizer="nvme")
+    return Case(model=model, load=Workload(barrier=False, **load), place=place, machine=machine)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("interval", "before"), [(0, 1 / 3 + 2 / 3 / 4), (1, 1 / 4 + 3 / 4 / 4)])
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_an_early_update_starts_with_the_first_gradient_that_is_final(
+    interval: int, before: float, accumulation: int
+) -> None:
+    slow_disk = replace(machine_preset("cpu-16"), nvme_read_bandwidth=1e6, nvme_write_bandwidth=1e6, overlap_loss=0.0)
+    found = step_time(cpu_case(slow_disk, checkpoint_interval=interval, accumulation=accumulation))
+    share = (accumulation - 1 + before) / accumulation
+    assert found.step_s == pytest.approx(max(found.passes_s * share + found.update_s, found.lower_bound_s))
+    fast_disk = replace(slow_disk, nvme_read_bandwidth=1e15, nvme_write_bandwidth=1e15)
+    quick = step_time(cpu_case(fast_disk, checkpoint_interval=interval, accumulation=accumulation))
+    assert quick.step_s < quick.passes_s + quick.update_s
+
+
+def test_collectives_between_processes_take_the_cores_that_compute() -> None:
+    two = replace(machine_preset("cpu-16"), devices_per_host=2, peer_bandwidth=1e9, overlap_loss=0.0)
+    model, load = ModelShape(name="m", layers=4, hidden=256, heads=4, vocab=256), Workload()
+    case = Case(model=model, load=load, place=Placement(stage=3, param="device", optimizer="host"), machine=two)
+    found = step_time(case)
+    moved = channel_bytes(case).passes[Channel.COLLECTIVE]
+    assert moved > 0
+    assert found.passes[Channel.COMPUTE] == pytest.approx(compute_seconds(case)[0] + moved / 1e9)
+    assert Channel.COLLECTIVE not in found.passes
