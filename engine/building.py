@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from typing import Any, Literal
@@ -88,7 +89,7 @@ def initialize(
     require_usable(model)
     allow_forward(model)
     choice = choose_optimizer(settings, optimizer, model_parameters, model)
-    options = zero_options(settings, choice, resume=resume)
+    options = zero_options(settings, choice, resume=resume, tell=_tell if rank == 0 else _keep_quiet)
     check_paths(settings)
     with contextlib.ExitStack() as undo:
         monitors = open_monitors(settings, rank=rank)
@@ -122,6 +123,15 @@ def initialize(
             print(f"{settings.describe()}\n{engine.plan}", flush=True)
         undo.pop_all()
     return engine, choice.client or runtime.optimizer, loader, engine.lr_scheduler
+
+
+def _tell(sentence: str) -> None:
+    """On stderr, where it is in nobody's way."""
+    print(f"lamina: {sentence}", file=sys.stderr, flush=True)
+
+
+def _keep_quiet(sentence: str) -> None:
+    """Other ranks have the same to say."""
 
 
 def _model_facts(model: nn.Module) -> dict[str, Any]:

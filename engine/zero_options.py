@@ -2,6 +2,7 @@
 
 import os
 import stat
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -24,7 +25,11 @@ IO_THREADS = 8
 
 
 def zero_options(
-    settings: EngineConfig, choice: OptimizerChoice, *, resume: bool | Literal["auto"] | None = None
+    settings: EngineConfig,
+    choice: OptimizerChoice,
+    *,
+    resume: bool | Literal["auto"] | None = None,
+    tell: Callable[[str], None],
 ) -> ZeroOptions:
     """Raises ConfigError, with every problem, for wishes that exclude each other."""
     problems: list[tuple[str, str]] = []
@@ -81,6 +86,7 @@ def zero_options(
         lookahead=_lookahead(settings),
         micro_batches=settings.gradient_accumulation_steps,
         clip_norm=settings.gradient_clipping,
+        tell=tell,
         adam=choice.adam,
         open_io=lambda: AsyncIO(
             backend=tiers.io_backend,

@@ -2,7 +2,7 @@
 and who only plans for them share it."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 LARGE_NUMEL = 1 << 20
 """Own parameters of a module outside all blocks from which it is a group of its own."""
@@ -10,6 +10,8 @@ TINY_NUMEL = 1 << 14
 """Groups below this are joined with their neighbour."""
 HUGE_NUMEL = 1 << 28
 """Blocks above this are split along their children."""
+MOST_GROUPS = 256
+"""About: what is decided for every group, time and again, must not cost more than computing it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,6 +22,11 @@ class GroupLimits:
     tiny_numel: int = TINY_NUMEL
     large_numel: int = LARGE_NUMEL
     huge_numel: int = HUGE_NUMEL
+
+    def for_model(self, numel: int) -> "GroupLimits":
+        """These, or such that a model of so many elements has about MOST_GROUPS groups at most, or groups of LARGE_NUMEL, which
+        are worth what they cost."""
+        return replace(self, tiny_numel=max(self.tiny_numel, min(numel // MOST_GROUPS, LARGE_NUMEL)))
 
     def finer(self) -> Iterator["GroupLimits"]:
         """These, then ever finer ones; the last make a group of every module that has parameters of its own."""

@@ -21,7 +21,6 @@ from .param_group import ParamGroup
 from .segment import Segment
 from .segmenting import make_groups
 
-
 def fit_groups(
     module: nn.Module, options: ZeroOptions, ranks: Ranks
 ) -> tuple[list[ParamGroup], PlacementQuestion, Placement]:
@@ -33,7 +32,8 @@ def fit_groups(
     refusal: PlacementError | None = None
     groups: list[ParamGroup] = []
     seen: set[tuple[tuple[str, int], ...]] = set()
-    for limits in options.grouping.limits.finer():
+    numel = sum(parameter.numel() for parameter in module.parameters())
+    for limits in options.grouping.limits.for_model(numel).finer():
         specs = find_groups(module, is_block=chooser, leaves=options.grouping.leaves, **vars(limits))
         shape = tuple((spec.name, len(spec.parameters)) for spec in specs)
         if shape in seen:
@@ -50,13 +50,15 @@ def fit_groups(
             persistent_numel=options.persistent_numel,
         )
         question = PlacementQuestion(
-            segments=tuple(segment_size(segment, options, ranks) for group in groups for segment in group.segments),
+            segments=tuple(
+                segment_size(segment, options, ranks) for group in groups for segment in group.segments
+            ),
             budgets=options.budgets,
             wishes=options.wishes,
             links=BandwidthModel([]),
             times=ComputeTimes(forward_s=(), backward_s=(), adam_elements_per_s=1.0),
             generations=options.generations,
-            together=tuple(tuple(used) for used in _used_at_once(module, specs)),
+            together=tuple(dict.fromkeys(_used_at_once(module, specs))),
             micro_batches=options.micro_batches,
             lookahead=options.lookahead,
         )
@@ -87,16 +89,16 @@ def segment_size(segment: Segment, options: ZeroOptions, ranks: Ranks) -> Segmen
     )
 
 
-def _used_at_once(module: nn.Module, specs: Sequence[GroupSpec]) -> Iterator[list[int]]:
-    """For every module, the groups that its forward pins, with those of the modules around it."""
+def _used_at_once(module: nn.Module, specs: Sequence[GroupSpec]) -> Iterator[tuple[int, ...]]:
+    """For every module, the groups that its forward pins, with those of the modules around it, where these are several."""
     group_of = {id(parameter): index for index, spec in enumerate(specs) for _, parameter in spec.parameters}
     stack: list[tuple[nn.Module, list[int]]] = [(module, [])]
     while stack:
         part, around = stack.pop()
         own = {group_of[id(parameter)] for parameter in part.parameters(recurse=False)}
         used = sorted({*around, *own})
-        if own:
-            yield used
+        if own and len(used) > 1:
+            yield tuple(used)
         stack += [(child, used) for child in part.children()]
 
 

@@ -1,6 +1,6 @@
 """Brings a freshly built model's parameters to their homes, segment by segment, in bounded memory."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -14,6 +14,7 @@ from .kernels import Kernels
 from .memory import tensor_over
 from .partition import round_up
 from .segment import Segment
+from .start_progress import StartProgress
 
 PAGE = 4096
 
@@ -22,7 +23,7 @@ class InitialState:
     """Writes each segment's planes home and leaves the parameters bound to home memory, or unbound.
 
     ``arenas`` gives memory for homes by tier; ``staging`` is one block through which NVMe-resident planes pass,
-    ``chunk_numel`` elements at a time.
+    ``chunk_numel`` elements at a time. ``tell``: gets a sentence now and then when it takes long.
     """
 
     def __init__(
@@ -34,6 +35,7 @@ class InitialState:
         staging: Block | None,
         chunk_numel: int,
         ranks: Ranks,
+        tell: Callable[[str], None],
     ) -> None:
         self._arenas = arenas
         self._kernels = kernels
@@ -41,6 +43,7 @@ class InitialState:
         self._staging = staging
         self._chunk_numel = chunk_numel
         self._ranks = ranks
+        self._tell = tell
 
     def bring_home(self, segments: Sequence[Segment], *, keep_stored: bool = False) -> None:
         """Place every segment; with a store, as one generation of step 0.
@@ -52,12 +55,14 @@ class InitialState:
             anew = self._store.current is not None
             transaction = self._store.begin(replace_frozen=anew)
         heap = Heap()
+        progress = StartProgress(sum(map(_given_bytes, segments)), self._tell)
         with torch.no_grad():
             for segment in segments:
-                came_with = sum(parameter.numel() * parameter.itemsize for parameter in segment.parameters)
+                came_with = _given_bytes(segment)
                 with whole(segment.parameters, self._ranks):
                     self._place(segment, transaction)
                 heap.freed(came_with)
+                progress.advance(came_with)
         heap.give_back()
         if transaction is not None:
             transaction.commit(0, {})
@@ -182,6 +187,11 @@ class InitialState:
             self._split_piecewise(segment, begin, flat, torch.empty(0, dtype=torch.int16))
         else:
             _copy_range(segment, begin, flat)
+
+
+def _given_bytes(segment: Segment) -> int:
+    """Of the parameters as the model was built with them."""
+    return sum(parameter.numel() * parameter.itemsize for parameter in segment.parameters)
 
 
 def _copy_range(segment: Segment, begin: int, into: torch.Tensor) -> None:

@@ -44,4 +44,5 @@ class ZeroOptions:
     clip_norm: float = 0.0
     adam: AdamDefaults = field(default_factory=AdamDefaults)
     num_threads: int | None = None
+    tell: Callable[[str], None] = field(default=lambda _: None)  # gets sentences about a start that takes long
     open_io: Callable[[], AsyncIO] = AsyncIO

@@ -177,6 +177,7 @@ class Residence:
         ).bring_home(self.segments, keep_stored=self.resumed)
         if block is not None and spare is not None:
             block.free()
+            tell=self.options.tell,
             spare.close()
         self._convert_buffers()
 

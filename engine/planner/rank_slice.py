@@ -8,7 +8,7 @@ from lamina.engine.planner.errors import PlanError
 from lamina.engine.planner.model_shape import ModelShape
 from lamina.engine.planner.placement import Placement, data_parallel_ranks
 from lamina.engine.planner.state_bytes import shard_numel
-from lamina.tiers.group_limits import HUGE_NUMEL, LARGE_NUMEL, TINY_NUMEL, join_tiny
+from lamina.tiers.group_limits import HUGE_NUMEL, LARGE_NUMEL, GroupLimits, join_tiny
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,9 +124,10 @@ def rank_slice(model: ModelShape, place: Placement, world: int) -> RankSlice:
     ]
     modules = [[-(-numel // place.tensor) for numel in side if numel] for side in (before, after)]
     sequence = _in_order(modules[0], in_blocks, modules[1], share if adapters is None else 0.0)
+    limits = GroupLimits().for_model(sum(group.numel for group in sequence))
     joined = [
         reduce(_Group.with_next, [sequence[index] for index in members])
-        for members in join_tiny([group.numel for group in sequence], TINY_NUMEL)
+        for members in join_tiny([group.numel for group in sequence], limits.tiny_numel)
     ]
     root = next((group for group in joined if group.kind == "root"), _Group(numel=0, trainable=0, kind="root"))
     tables = [group for group in joined if group.kind == "table"]
