@@ -90,7 +90,8 @@ def predict(runtime: ZeroRuntime, times: dict[str, float], warm_up: Sequence[Ste
     what fetching costs it cannot be told apart.
     """
     options = runtime.options
-    segments = tuple(segment_size(segment, options, runtime.ranks) for segment in runtime.segments)
+    own_state = runtime.residence.own_state
+    segments = tuple(segment_size(segment, options, runtime.ranks, own_state) for segment in runtime.segments)
     recorded = tuple(access.group for access in runtime.executor.trace.recorded)
     trained = next(segment for segment in runtime.segments if segment.trainable)
     slower = median(step.forward_s for step in warm_up) / times["forward_s"]

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from typing import Any, Literal
@@ -101,6 +102,7 @@ def initialize(
         undo.callback(runtime.close)
         if settings.tiers.activations in ("device", "host", "nvme") and not runtime.recomputed:
             raise ConfigError([("tiers.activations", NOTHING_TO_RECOMPUTE)])
+        _warn_of_unknown_state(settings, runtime)
         guard_state_dict(model)
         loader = _loader(settings, training_data, ranks, collate_fn, seed)
         engine = TrainingEngine(
@@ -132,6 +134,15 @@ def _tell(sentence: str) -> None:
 
 def _keep_quiet(sentence: str) -> None:
     """Other ranks have the same to say."""
+
+
+def _warn_of_unknown_state(settings: EngineConfig, runtime: ZeroRuntime) -> None:
+    if runtime.residence.own_state.unknown and settings.tiers.host_bytes is not None:
+        warnings.warn(
+            f"tiers.host_bytes does not cover what the optimizer keeps for itself, which cannot be found out beforehand: "
+            f"{runtime.residence.own_state.unknown}. Leave room for it beside the budget",
+            stacklevel=3,
+        )
 
 
 def _model_facts(model: nn.Module) -> dict[str, Any]:

@@ -104,7 +104,7 @@ class StepMeter:
             link_gbps={link: nbytes / step_s / 1e9 for link, nbytes in links.items()},
             peak_bytes={
                 str(Tier.DEVICE): runtime.device.peak,
-                str(Tier.HOST): runtime.host.peak,
+                str(Tier.HOST): runtime.host.peak + runtime.placement.own_bytes,
                 str(Tier.NVME): runtime.placement.nvme_bytes + runtime.saved_inputs.file_bytes,
             },
             nvme_written_bytes=written,

@@ -109,6 +109,8 @@ class TrainingPlan:
             yield f"stripes: {', '.join(f'{share:.1%} on {path}' for path, share in self.stripes.items())}"
         if runtime.io is not None:
             yield f"I/O backend: {runtime.io.backend}"
+        if runtime.residence.own_state.unknown:
+            yield f"outside the budgets: what the optimizer keeps for itself ({runtime.residence.own_state.unknown})"
         early = "under" if runtime.early_segments else "after"
         yield f"updates start {early} the backward pass"
         if self._settings.activations != "keep":

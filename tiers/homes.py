@@ -19,11 +19,13 @@ def page_up(nbytes: int) -> int:
 class SegmentSize:
     """One segment's sizes in elements and bytes per element.
 
-    ``state_itemsizes`` are those of the planes that its optimizer keeps besides ``param`` (none when frozen);
+    ``state_itemsizes`` are those of the planes that its optimizer keeps besides ``param`` (none when frozen, and none in fp32
+    for an optimizer of torch);
     ``grad_itemsize`` is that of the gradient plane (0 when frozen), ``bucket_itemsize`` that of the bucket in which gradients
     of several ranks are summed (0 on one rank). ``replicated``: the parameters' home holds the whole layout, not a shard.
     ``full_numel`` is the whole flat layout, ``shard_numel`` this rank's part. ``group`` is the index of the group that is
-    fetched as a whole.
+    fetched as a whole. ``own_state_bytes`` is what an optimizer of torch keeps for itself in host memory, whatever the homes, and
+    ``own_gradient_bytes`` what it is given of gradients in fp32 while it steps.
     """
 
     name: str
@@ -37,6 +39,8 @@ class SegmentSize:
     replicated: bool = True
     persistent: bool = False  # the parameters are at home on the device tier, whatever else is wished
     block: bool = True  # False: outside the blocks; its gradient stays open through the whole backward pass
+    own_state_bytes: int = 0
+    own_gradient_bytes: int = 0
 
     @property
     def home_bytes(self) -> int:
@@ -58,7 +62,7 @@ class SegmentSize:
 
     @property
     def trained(self) -> bool:
-        return bool(self.state_itemsizes)
+        return self.grad_itemsize > 0
 
     @property
     def update_itemsize(self) -> int:

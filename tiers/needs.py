@@ -7,6 +7,8 @@ from .homes import PAGE, Home, SegmentSize, Wishes, page_up
 from .sizes import GroupSizes, SortedSizes
 from .tier import Tier
 
+OWN_STATE = "own state of torch's optimizer"
+OWN_GRADIENTS = "fp32 gradients for torch's optimizer"
 SPILL_WINDOW = 2  # gradient planes in memory at least, where the others go to a scratch file
 FETCH_BUFFERS = 2  # one being read into while the other is copied from
 
@@ -162,6 +164,8 @@ class Needs:
                 "update buffers": staging if self.updates_stream() else 0,
                 "fetch buffers": self.fetch_buffer_bytes(),
                 "saved inputs": page_up(self.wishes.saved_input_bytes),
+                OWN_STATE: sum(s.own_state_bytes for s in self.segments),
+                OWN_GRADIENTS: sum(s.own_gradient_bytes for s in self.segments),
             }
         )
 

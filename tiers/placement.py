@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from .homes import Budgets, Home, SegmentSize, Wishes
-from .needs import FETCH_BUFFERS, Needs, staging_bytes
+from .needs import FETCH_BUFFERS, OWN_GRADIENTS, OWN_STATE, Needs, staging_bytes
 from .shares import divided, share_params, share_states
 from .tier import Tier
 
@@ -41,6 +41,11 @@ class Placement:
     @property
     def host_bytes(self) -> int:
         return sum(self.host_items.values())
+
+    @property
+    def own_bytes(self) -> int:
+        """Of ``host_bytes``, what an optimizer of torch allocates itself: it takes no room in the arena."""
+        return self.host_items.get(OWN_STATE, 0) + self.host_items.get(OWN_GRADIENTS, 0)
 
     @property
     def nvme_bytes(self) -> int:

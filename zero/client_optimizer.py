@@ -48,7 +48,7 @@ class MasterSlice:
 
 
 class ClientOptimizer:
-    """What the engine asks of an optimizer, done by one of torch. Its state counts against no budget."""
+    """What the engine asks of an optimizer, done by one of torch. Its state is memory of its own; see [Note: own state]."""
 
     def __init__(
         self,
@@ -185,7 +185,8 @@ class ClientOptimizer:
         if master.index not in plane.arrived:
             return None
         values = plane.piece(master.index).float()
-        return (values if multiplier == 1.0 else values * multiplier).view(master.tensor.shape)
+        # In place: the plane is given back after the step, and a copy would be memory that no budget has.
+        return (values if multiplier == 1.0 else values.mul_(multiplier)).view(master.tensor.shape)
 
     @staticmethod
     def _round(master: _Master) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
+import torch
 from torch import nn
 
 from lamina.tiers import (
@@ -17,12 +18,16 @@ from lamina.tiers import (
 from .collectives import Ranks
 from .grouping import GroupSpec, find_groups
 from .options import ZeroOptions
+from .own_state import OwnState
 from .param_group import ParamGroup
 from .segment import Segment
 from .segmenting import make_groups
 
+MASTER_ITEMSIZE = 4
+
+
 def fit_groups(
-    module: nn.Module, options: ZeroOptions, ranks: Ranks
+    module: nn.Module, options: ZeroOptions, ranks: Ranks, own_state: OwnState
 ) -> tuple[list[ParamGroup], PlacementQuestion, Placement]:
     """Groups, what decides their homes (but for links and times), and the homes that the budgets alone suggest.
 
@@ -51,7 +56,7 @@ def fit_groups(
         )
         question = PlacementQuestion(
             segments=tuple(
-                segment_size(segment, options, ranks) for group in groups for segment in group.segments
+                segment_size(segment, options, ranks, own_state) for group in groups for segment in group.segments
             ),
             budgets=options.budgets,
             wishes=options.wishes,
@@ -71,9 +76,11 @@ def fit_groups(
     raise PlacementError(f"{refusal}{_persistent(groups)}{_largest_parameter(groups)}") from refusal
 
 
-def segment_size(segment: Segment, options: ZeroOptions, ranks: Ranks) -> SegmentSize:
+def segment_size(segment: Segment, options: ZeroOptions, ranks: Ranks, own_state: OwnState) -> SegmentSize:
     """What the placement must know of a segment."""
+    masters = [master for master in _masters(segment) if segment.trainable and own_state.trains(master[0])]
     gradient = options.grad_dtype or segment.dtype
+    copied = gradient.itemsize != MASTER_ITEMSIZE
     return SegmentSize(
         name=segment.name,
         group=segment.group,
@@ -86,7 +93,18 @@ def segment_size(segment: Segment, options: ZeroOptions, ranks: Ranks) -> Segmen
         replicated=segment.replicated,
         persistent=segment.persistent,
         block=segment.block,
+        own_state_bytes=sum(own_state.nbytes(parameter, shape) for parameter, shape in masters),
+        own_gradient_bytes=sum(shape.numel() for _, shape in masters) * MASTER_ITEMSIZE * copied,
     )
+
+
+def _masters(segment: Segment) -> Iterator[tuple[nn.Parameter, torch.Size]]:
+    """Parameters of which this rank has a part, with the shape of what a client's optimizer sees of each."""
+    layout = segment.layout
+    if layout.world_size == 1:
+        yield from ((p, torch.Size(slot.shape)) for p, slot in zip(segment.parameters, layout.slots, strict=True))
+    else:
+        yield from ((segment.parameters[i], torch.Size([b - a])) for i, a, b in layout.pieces(segment.rank))
 
 
 def _used_at_once(module: nn.Module, specs: Sequence[GroupSpec]) -> Iterator[tuple[int, ...]]:

@@ -17,6 +17,7 @@ from .fitting import fit_groups
 from .initial_state import InitialState
 from .kernels import Kernels
 from .options import ZeroOptions
+from .own_state import OwnState
 from .resume import is_to_resume
 from .segment import Segment
 
@@ -34,7 +35,8 @@ class Residence:
         self.options = options
         self.ranks = ranks
         self._closing = closing
-        self.groups, question, usual = fit_groups(module, options, ranks)
+        self.own_state = OwnState(options.client)
+        self.groups, question, usual = fit_groups(module, options, ranks, self.own_state)
         self.decision = decide(question, usual, options, ranks)
         self.placement = self.decision.placement
         self.sizes = question.segments
@@ -120,7 +122,8 @@ class Residence:
         check_budget(keys, total, read_memory_limits(), already_held=min(held, total))
 
     def _arena(self, tier: Tier, budget: int | None, needed: int) -> Arena:
-        nbytes = needed if budget is None else budget
+        own = self.placement.own_bytes if tier is Tier.HOST else 0
+        nbytes = (needed if budget is None else budget) - own
         accelerator = self.options.accelerator if tier is Tier.DEVICE else None
         arena = accelerator.arena(nbytes) if accelerator is not None else Arena(tier, nbytes)
         self._closing.callback(arena.close)
@@ -174,10 +177,10 @@ class Residence:
             staging=block,
             chunk_numel=chunk,
             ranks=self.ranks,
+            tell=self.options.tell,
         ).bring_home(self.segments, keep_stored=self.resumed)
         if block is not None and spare is not None:
             block.free()
-            tell=self.options.tell,
             spare.close()
         self._convert_buffers()
 

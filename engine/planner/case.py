@@ -11,7 +11,7 @@ from lamina.engine.planner.model_shape import ModelShape
 from lamina.engine.planner.placement import DEVICE, HOST, NVME, Placement
 from lamina.engine.planner.rank_slice import RankSlice, rank_slice
 from lamina.engine.planner.segments import segments_of
-from lamina.engine.planner.state_bytes import DType, plane_bytes_per_param
+from lamina.engine.planner.state_bytes import MOMENTS, TIERED, DType, plane_bytes_per_param
 from lamina.engine.planner.workload import Workload
 from lamina.tiers.homes import Home, SegmentSize, Wishes
 from lamina.tiers.needs import Needs
@@ -46,6 +46,11 @@ class Case:
         return plane_bytes_per_param(self.load.dtype, self.load.optimizer)
 
     @property
+    def own_planes(self) -> tuple[str, ...]:
+        """Planes that are tensors of torch's optimizer and not the engine's: its moments, in host memory where it runs here."""
+        return () if self.load.optimizer in TIERED else tuple(name for name in self.planes if name in MOMENTS)
+
+    @property
     def param_copy(self) -> bool:
         """The tier of the update keeps a ``param`` plane of its own.
 
@@ -60,7 +65,7 @@ class Case:
     @cached_property
     def segments(self) -> tuple[SegmentSize, ...]:
         """The fullest rank's segments, as the tier layer sees them."""
-        return tuple(segments_of(self.slice, self.load, self.place, self.planes))
+        return tuple(segments_of(self.slice, self.load, self.place, self.planes, self.own_planes))
 
     @cached_property
     def activations(self) -> ActivationBytes:

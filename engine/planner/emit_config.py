@@ -10,7 +10,13 @@ from lamina.engine.planner.quantity import MIB
 from lamina.engine.planner.state_bytes import PAGE_BYTES, DType, Optimizer
 
 _OFFLOAD = {DEVICE: "none", HOST: "cpu", NVME: "nvme"}
-_OPTIMIZERS = {Optimizer.ADAM: "Adam", Optimizer.ADAMW: "AdamW", Optimizer.MOMENTUM: "SGD", Optimizer.SGD: "SGD"}
+_OPTIMIZERS = {
+    Optimizer.ADAM: "Adam",
+    Optimizer.ADAMW: "AdamW",
+    Optimizer.ADAGRAD: "Adagrad",
+    Optimizer.MOMENTUM: "SGD",
+    Optimizer.SGD: "SGD",
+}
 
 
 def emit_config(item: Option, *, nvme_path: str = "lamina-nvme", lr: float = 1e-4) -> dict[str, Any]:
@@ -34,6 +40,8 @@ def emit_config(item: Option, *, nvme_path: str = "lamina-nvme", lr: float = 1e-
         if load.optimizer is Optimizer.MOMENTUM:
             params["momentum"] = 0.9
         config["optimizer"] = {"type": _OPTIMIZERS[load.optimizer], "params": params}
+    else:  # a class of the user's own, given to initialize(optimizer=...)
+        config["zero_allow_untested_optimizer"] = True
     if load.dtype is not DType.FP32:
         config[load.dtype.value] = {"enabled": True}
     config["zero_optimization"] = _zero(item)
@@ -58,7 +66,7 @@ def _zero(item: Option) -> dict[str, Any]:
 def _tiers(item: Option, nvme_path: str) -> dict[str, Any]:
     case = item.case
     place = case.place
-    planes = {plane: place.optimizer for plane in case.planes if plane != "param"}
+    planes = {plane: place.optimizer for plane in case.planes if plane not in ("param", *case.own_planes)}
     if place.stage:  # at stage 0 nothing can be moved; gradients are in the host tier all the same
         planes["grad"] = place.grad
     tiers: dict[str, Any] = {

@@ -4,10 +4,7 @@ from collections.abc import Iterator
 
 from lamina.engine.planner.case import Case
 from lamina.engine.planner.placement import DEVICE, NVME
-from lamina.engine.planner.state_bytes import Optimizer
-
-TIERED = frozenset({Optimizer.ADAM, Optimizer.ADAMW})
-"""Optimizers whose state may lie on any tier."""
+from lamina.engine.planner.state_bytes import TIERED
 
 
 def obstacles(case: Case) -> Iterator[str]:
@@ -21,7 +18,5 @@ def obstacles(case: Case) -> Iterator[str]:
         yield "pipeline parallelism is not there yet"
     if load.checkpoint_interval > 1 and place.activations != DEVICE:
         yield "inputs wait off the device for blocks that are computed again one by one: write an interval of 1"
-    if load.optimizer is Optimizer.LION:
-        yield "there is no lion"
     if load.optimizer not in TIERED and NVME in (place.param, place.optimizer):
         yield f"the state of {load.optimizer} stays in memory"

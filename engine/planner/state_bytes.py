@@ -28,6 +28,7 @@ MASTER = "master"
 EXP_AVG = "exp_avg"
 EXP_AVG_SQ = "exp_avg_sq"
 GRAD = "grad"
+MOMENTS = frozenset({EXP_AVG, EXP_AVG_SQ})
 
 
 class DType(StrEnum):
@@ -45,7 +46,13 @@ class Optimizer(StrEnum):
     ADAMW = "adamw"
     LION = "lion"
     MOMENTUM = "momentum"
+    ADAGRAD = "adagrad"
     SGD = "sgd"
+
+
+TIERED = frozenset({Optimizer.ADAM, Optimizer.ADAMW})
+"""Those of this engine, whose state may lie on any tier. The others are torch's: fp32 masters, and moments that are tensors of
+torch's own in host memory."""
 
 
 _ITEMSIZE = {DType.BF16: 2, DType.FP16: 2, DType.FP32: 4}
@@ -54,6 +61,7 @@ _MOMENTS = {
     Optimizer.ADAMW: (EXP_AVG, EXP_AVG_SQ),
     Optimizer.LION: (EXP_AVG,),
     Optimizer.MOMENTUM: (EXP_AVG,),
+    Optimizer.ADAGRAD: (EXP_AVG,),
     Optimizer.SGD: (),
 }
 
@@ -76,14 +84,14 @@ def itemsize(dtype: str) -> int:
 def plane_bytes_per_param(dtype: str, optimizer: str = Optimizer.ADAMW) -> dict[str, int]:
     """Bytes of each plane per trainable parameter, gradients left out.
 
-    bf16 keeps the fp32 master as its high half (``param``) and a 16-bit ``remainder``; fp16 keeps a separate
-    ``master``; in fp32 the parameter is its own master. Adam: 12, 14 and 12 bytes in all.
+    bf16 keeps the fp32 master as its high half (``param``) and a 16-bit ``remainder``; fp16, and bf16 for optimizers of
+    torch, keeps a separate ``master``; in fp32 the parameter is its own master. Adam: 12, 14 and 12 bytes in all.
     """
     kind = as_dtype(dtype)
     planes = {PARAM: _ITEMSIZE[kind]}
-    if kind is DType.BF16:
+    if kind is DType.BF16 and optimizer in TIERED:
         planes[REMAINDER] = 2
-    elif kind is DType.FP16:
+    elif kind is not DType.FP32:
         planes[MASTER] = 4
     try:
         moments = _MOMENTS[Optimizer(optimizer)]

@@ -36,17 +36,21 @@ def parameter_items(case: Case) -> Iterator[Item]:
 
 
 def optimizer_items(case: Case) -> Iterator[Item]:
-    part, tier = case.slice, case.place.optimizer
+    part, load, tier = case.slice, case.load, case.place.optimizer
     trained = [segment for segment in case.segments if segment.grad_itemsize]
     split = "" if case.place.stage == 0 else f" / {part.ranks} ranks"
     copies = case.buffers.generations + case.buffers.checkpoints_kept
     for plane, size in case.planes.items():
-        if plane == PARAM and not case.param_copy:
+        if plane in case.own_planes or (plane == PARAM and not case.param_copy):
             continue
         nbytes, formula = sum(s.shard_bytes(size) for s in trained), f"{plane}: {size} B x trainable{split}"
         if tier == NVME:
             nbytes, formula = nbytes * copies, f"{formula} x {copies} generations"
         yield Item(tier=tier, kind=_PLANE_KIND[plane], nbytes=nbytes, phases=ALWAYS, formula=formula)
+    # Torch makes its tensors on the device of the masters, which here is the host's memory.
+    where = DEVICE if tier == DEVICE and not case.machine.shared_memory else HOST
+    nbytes, formula = sum(s.own_state_bytes for s in trained), f"{load.optimizer}'s own tensors: 4 B x trainable{split}"
+    yield Item(tier=where, kind=Kind.MOMENTS, nbytes=nbytes, phases=ALWAYS, formula=formula)
 
 
 def gradient_items(case: Case) -> Iterator[Item]:
@@ -76,6 +80,11 @@ def _host_gradients(case: Case) -> Iterator[Item]:
     last = frozenset({Phase.BACKWARD_END, Phase.UPDATE})
     held = last | TRAINED if load.accumulation > 1 else last
     yield Item(tier=HOST, kind=Kind.GRADIENTS, nbytes=needs.gradient_bytes(), phases=held, formula=formula)
+    copies, formula = (
+        sum(s.own_gradient_bytes for s in case.segments),
+        "4 B x trainable: torch's optimizer gets them in fp32",
+    )
+    yield Item(tier=HOST, kind=Kind.GRADIENTS, nbytes=copies, phases=frozenset({Phase.UPDATE}), formula=formula)
     yield _in_flight(case)
 
 
