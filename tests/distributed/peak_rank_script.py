@@ -1,5 +1,7 @@
-"""Run by torchrun: memory of each rank while a model is built under Init and trained; every rank writes its own figures."""
+"""Run on every rank: memory of each rank while a model is built under Init, trained, saved and loaded; every rank writes its own
+figures."""
 
+import gc
 import json
 import os
 import sys
@@ -80,9 +82,22 @@ def main(folder: Path) -> None:
             engine.backward(engine(torch.ones(2, WIDTH)))
             engine.step()
         figures["train"] = high_water() - before
+        engine.save_checkpoint(folder / "saved")
+        figures["save"] = high_water() - before
         runtime = engine.runtime
         figures["device"], figures["host"] = (arena.report().peak for arena in (runtime.device, runtime.host))
         figures["items"] = {"device": runtime.placement.device_items, "host": runtime.placement.host_items}
+    del model, engine, runtime
+    gc.collect()
+    reset()
+    with Init():
+        model = Stack()
+    with initialize(model, config=config((WINDOW + BUCKETS) * (BLOCK_BYTES + 65536)))[0] as engine:
+        reset()
+        engine.load_checkpoint(folder / "saved")
+        figures["load"] = high_water() - before
+        engine.backward(engine(torch.ones(2, WIDTH)))
+        engine.step()
     (folder / os.environ.get("RANK", "0")).write_text(json.dumps(figures))
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""Memory of each rank at stage 3: what is shared out falls as 1/N, what passes by is a few groups (case B-04)."""
+"""Memory of each rank at stage 3: what is shared out falls as 1/N, what passes by is a few groups (cases B-04 and B-05)."""
 
 import json
 import os
@@ -37,3 +37,6 @@ def test_peaks_of_every_rank(world_size: int, tmp_path: Path, monkeypatch: pytes
         # What others send of the sums under way, and the copies that gloo makes of it.
         received = 4 * BLOCK_BYTES if world_size > 1 else 0
         assert found["train"] < PLANES * share + passing + received + largest + SLACK, found
+        # B-05: no rank reads what the others saved.
+        assert found["load"] <= 1.3 * found["train"], found
+        assert found["save"] <= 1.3 * found["train"], found

@@ -1,6 +1,7 @@
 """Updates that start under the backward pass are not seen, and not lost, before step()."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -67,17 +68,53 @@ def test_a_rate_changed_before_the_step_is_refused_when_the_gradient_was_given_u
             engine.step()
 
 
-@pytest.mark.parametrize("param", ["none", "nvme"])
-def test_an_edited_gradient_counts(param: str, tmp_path: Path) -> None:
-    outcomes = []
-    for config in (settings(), settings(**on_nvme(tmp_path, param=param))):
-        model = build()
-        with initialize(model, config=config)[0] as engine:
-            for index in range(2):
-                engine.backward(engine(*batch(index)))
-                for factor, parameter in zip((0.0, 10.0), model.parameters(), strict=False):
-                    set_full(parameter, "grad", get_full(parameter, "grad") * factor)
-                engine.step()
-            masters = [get_full(parameter, "master") for parameter in model.parameters()]
-            outcomes.append(([engine.get_global_grad_norm()], masters))
-    assert list(differences(*outcomes)) == []
+def edited_in_torch(clipping: float) -> tuple[list[float], list[torch.Tensor]]:
+    """Norms before clipping and final parameters of plain PyTorch, one gradient set to 0 and another to ten times."""
+    model = build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1, fused=True)
+    norms = []
+    for index in range(2):
+        model(*batch(index)).backward()
+        parameters = list(model.parameters())
+        for factor, parameter in zip(FACTORS, parameters, strict=False):
+            parameter.grad.mul_(factor)
+        norms.append(sum(float(p.grad.double().square().sum()) for p in parameters) ** 0.5)
+        if clipping:
+            torch.nn.utils.clip_grad_norm_(parameters, clipping)
+        optimizer.step()
+        optimizer.zero_grad()
+    return norms, [parameter.detach() for parameter in model.parameters()]
+
+
+FACTORS = (0.0, 10.0)
+PLACES: dict[str, dict[str, Any]] = {
+    "memory": {},
+    "host": {"param": "cpu", "optimizer": "cpu"},
+    "optimizer on nvme": {"param": "none"},
+    "nvme": {},
+    "gradients in a file": {"host_bytes": 1_500_000, "overlap_update": False},
+}
+
+
+@pytest.mark.parametrize("clipping", [0.0, 0.5])
+@pytest.mark.parametrize("place", PLACES)
+def test_c05_an_edited_gradient_counts_in_norm_and_update(place: str, clipping: float, tmp_path: Path) -> None:
+    where = {} if place == "memory" else on_nvme(tmp_path, **PLACES[place])
+    model, norms = build(), []
+    with initialize(model, config=settings(gradient_clipping=clipping, **where))[0] as engine:
+        assert bool(engine.runtime.placement.scratch_bytes) == (place == "gradients in a file")
+        for index in range(2):
+            engine.backward(engine(*batch(index)))
+            for factor, parameter in zip(FACTORS, model.parameters(), strict=False):
+                set_full(parameter, "grad", get_full(parameter, "grad") * factor)
+            engine.step()
+            norms.append(engine.get_global_grad_norm())
+        masters = [get_full(parameter, "master") for parameter in model.parameters()]
+    wanted, theirs = edited_in_torch(clipping)
+    assert norms == pytest.approx(wanted, rel=1e-6)
+    if clipping:  # torch takes the norm, and so the factor, in another order
+        assert all(
+            torch.allclose(ours, other, rtol=1e-5, atol=1e-7) for ours, other in zip(masters, theirs, strict=True)
+        )
+    else:
+        assert list(differences(([], masters), ([], theirs))) == []
