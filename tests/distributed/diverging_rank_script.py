@@ -1,4 +1,4 @@
-"""Run by torchrun: ranks that stop to make the same calls; every rank writes the error it got into a file of its own."""
+"""Run on every rank: ranks that stop to make the same calls; every rank writes the error it got into a file of its own."""
 
 import os
 import sys

@@ -1,8 +1,8 @@
-"""Run by torchrun: odd models in several placements on every rank; rank 0 prints what differs as JSON on the last line."""
+"""Run on every rank: odd models in several placements on every rank; rank 0 prints what differs as JSON on the last line."""
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -71,10 +71,28 @@ def reference(build: Build) -> dict[str, torch.Tensor]:
     return {name: parameter.detach() for name, parameter in module.named_parameters()}
 
 
+def compared(
+    name: str, trained: dict[str, dict[str, torch.Tensor]], wanted: dict[str, torch.Tensor]
+) -> Iterator[dict[str, Any]]:
+    first = next(iter(trained.values()))
+    for run, found in trained.items():
+        yield {
+            "model": name,
+            "run": run,
+            "differs": [key for key in found if not torch.equal(found[key], first[key])],
+            "shapes": all(found[key].shape == wanted[key].shape for key in wanted),
+            "error": max(
+                ((found[key] - wanted[key]).abs() / (wanted[key].abs() + 1e-3)).max().item()
+                for key in wanted
+                if wanted[key].numel()
+            ),
+        }
+
+
 def main(folder: str, names: list[str]) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    results = []
+    results: list[dict[str, Any]] = []
     for name in names:
         build = MODELS[name]
         runs: dict[str, Callable[[Build], dict[str, torch.Tensor]]] = {
@@ -86,24 +104,9 @@ def main(folder: str, names: list[str]) -> None:
             "stage 3, small ones whole, nvme": lambda build: train_keeping_small_parameters(build, nvme(folder)),
             "stage 3, built under Init": lambda build: train(under_init(build), memory()),
         }
-        wanted = reference(build)
-        first: dict[str, torch.Tensor] | None = None
-        for run, start in runs.items():
-            found = start(build)
-            first = first or found
-            results.append(
-                {
-                    "model": name,
-                    "run": run,
-                    "differs": [key for key in found if not torch.equal(found[key], first[key])],
-                    "shapes": all(found[key].shape == wanted[key].shape for key in wanted),
-                    "error": max(
-                        (((found[key] - wanted[key]).abs() / (wanted[key].abs() + 1e-3)).max().item())
-                        for key in wanted
-                        if wanted[key].numel()
-                    ),
-                }
-            )
+        trained = {run: start(build) for run, start in runs.items()}
+        if dist.get_rank() == 0:  # it alone compares
+            results += list(compared(name, trained, reference(build)))
     if dist.get_rank() == 0:
         print(json.dumps(results), flush=True)
     dist.destroy_process_group()

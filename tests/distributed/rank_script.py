@@ -80,32 +80,38 @@ def reference(accumulation: int, shape: dict) -> list[torch.Tensor]:
     return [parameter.detach() for parameter in model.parameters()]
 
 
+def cases(folder: str, accumulation: int, shape: dict) -> list[tuple[str, dict, str]]:
+    """Name, config and way of calling backward."""
+    found = [(name, changes, "") for name, changes in placements(folder).items()]
+    if shape:
+        stages = {"stage 1": {"zero_optimization": {"stage": 1}}, "stage 3": {}}
+        # Beside another micro-batch's gradient, two halves are added in another order than the whole.
+        ways = [way for way in WAYS if accumulation == 1 or not way.startswith("two losses")]
+        found += [(f"{name}, {way}", changes, way) for name, changes in stages.items() for way in ways]
+    return found
+
+
 def main(folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     results = []
-    for accumulation in (1, 2):
-        for shape in ({}, ODD):
+    # Lengths that divide, with every choice, are in the grid; here they stand beside those that do not.
+    for accumulation, shape in ((1, {}), (1, ODD), (2, ODD)):
+        runs = []
+        for name, changes, way in cases(folder, accumulation, shape):
+            config = settings(gradient_accumulation_steps=accumulation, **changes)
+            runs.append((name, *train(config, accumulation, shape, way)))
+        if dist.get_rank() == 0:
             wanted = reference(accumulation, shape)
-            first: list[torch.Tensor] | None = None
-            cases = [(name, changes, "") for name, changes in placements(folder).items()]
-            if shape:
-                stages = {"stage 1": {"zero_optimization": {"stage": 1}}, "stage 3": {}}
-                # Beside another micro-batch's gradient, two halves are added in another order than the whole.
-                ways = [way for way in WAYS if accumulation == 1 or not way.startswith("two losses")]
-                cases += [(f"{name}, {way}", changes, way) for name, changes in stages.items() for way in ways]
-            for name, changes, way in cases:
-                config = settings(gradient_accumulation_steps=accumulation, **changes)
-                found, norm, read_bytes = train(config, accumulation, shape, way)
-                first = first or found
+            first = runs[0][1]
+            for name, found, norm, read_bytes in runs:
+                errors = [((a - b).abs() / (b.abs() + 1e-3)).max().item() for a, b in zip(found, wanted, strict=True)]
                 results.append(
                     {
                         "placement": name,
                         "accumulation": accumulation,
                         "odd": bool(shape),
-                        "error": max(
-                            ((a - b).abs() / (b.abs() + 1e-3)).max().item() for a, b in zip(found, wanted, strict=True)
-                        ),
+                        "error": max(errors),
                         "same_bits": all(torch.equal(a, b) for a, b in zip(found, first, strict=True)),
                         "norm": norm,
                         "read_per_element": read_bytes * dist.get_world_size() / sum(item.numel() for item in found),

@@ -1,4 +1,4 @@
-"""Run by torchrun: the first of rank 1's two disks becomes slow in mid-run; every rank writes its losses and shares to a file."""
+"""Run on every rank: the first of rank 1's two disks becomes slow in mid-run; every rank writes its losses and shares."""
 
 import json
 import sys
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from torch import distributed as dist
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tiers"))
+sys.path.extend(str(Path(__file__).parents[1] / folder) for folder in ("", "tiers"))
 from disk_training import net, on_disks, shares, step, two_disks
 
 

@@ -1,4 +1,4 @@
-"""Run by torchrun from test_checkpoint_ranks: saves and loads on two ranks; what it finds is JSON on rank 0's last line."""
+"""Run on every rank by test_checkpoint_ranks: saves and loads on two ranks; what it finds is JSON on rank 0's last line."""
 
 import json
 import sys

@@ -1,15 +1,16 @@
 """Checkpoints of several ranks: any stage and tier into any other, and into another number of ranks (D-02, D-03, D-06)."""
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+
+sys.path.append(str(Path(__file__).parents[1] / "distributed"))
 from checkpoint_ranks import ODD, client_state, fresh, placements, state, with_client
+from launch import run_ranks
 from safetensors.torch import load_file
 from small_model import batch
 
@@ -47,9 +48,7 @@ def test_checkpoints_move_between_placements_and_numbers_of_ranks(tmp_path: Path
                 engine.step()
             engine.save_checkpoint(tmp_path / folder)
             of_clients[folder] = client_state(engine)
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(SCRIPT.parent), *sys.path])}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(SCRIPT)]
-    run = subprocess.run([*command, str(tmp_path)], check=False, capture_output=True, text=True, timeout=280, env=env)
+    run = run_ranks(SCRIPT, 2, tmp_path, timeout=280)
     assert run.returncode == 0, run.stderr[-3000:]
     results = json.loads(run.stdout.strip().splitlines()[-1])
     assert len(results["resumes"]) == 16
