@@ -6,6 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
+ONE_THREAD = ("engine", "zero", "zero_models")
+"""Folders of tests that train small matrices: more threads only make them slower, and results must not depend on it anyway."""
+
 
 @pytest.fixture(autouse=True, scope="session")
 def _own_cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
@@ -26,3 +29,16 @@ def _signals_as_on_a_terminal() -> Iterator[None]:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread(request: pytest.FixtureRequest) -> Iterator[None]:
+    if request.path.parent.name not in ONE_THREAD:
+        yield
+        return
+    import torch  # only here: other tests start faster without it
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

@@ -5,8 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
+from residual_model import batch, residual_model
 
 from lamina.aio_native import DeviceStats, DirectionStats, IOStats
 from lamina.engine import TrainingEngine, initialize
@@ -18,33 +17,20 @@ WIDTH = 128
 KIB = 1 << 10
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(8))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = x + torch.tanh(block(x))
-        return x.square().mean()
-
-
 def start(path: Path) -> TrainingEngine:
-    torch.manual_seed(0)
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_clipping": 1.0,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
         "tiers": {"nvme": [str(path)], "device_bytes": 130 * KIB, "host_bytes": 1500 * KIB},
     }
-    return initialize(Net(), config=config)[0]
+    return initialize(residual_model(WIDTH), config=config)[0]
 
 
 def train(engine: TrainingEngine, steps: int) -> list[float]:
     losses = []
     for step in range(steps):
-        x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step))
-        loss = engine(x)
+        loss = engine(batch(step, WIDTH))
         engine.backward(loss)
         engine.step()
         losses.append(loss.item())

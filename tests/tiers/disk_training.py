@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from residual_model import batch, residual_model
 from throttled_io import Bucket, DisksIO
 from torch import nn
 
@@ -15,17 +15,6 @@ from lamina.tiers import DiskSpeed, GenerationStore
 from lamina.tiers.device_identity import DeviceIdentity
 
 WIDTH = 256
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(8))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = x + torch.tanh(block(x))
-        return x.square().mean()
 
 
 def two_disks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[Path, Bucket]:
@@ -80,14 +69,12 @@ def on_disks(
     return initialize(model, config=config, resume=resume)[0]
 
 
-def net() -> Net:
-    torch.manual_seed(0)
-    return Net()
+def net() -> nn.Module:
+    return residual_model(WIDTH)
 
 
 def step(engine: TrainingEngine, number: int) -> float:
-    x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(number))
-    loss = engine(x)
+    loss = engine(batch(number, WIDTH))
     engine.backward(loss)
     engine.step()
     return float(loss.item())

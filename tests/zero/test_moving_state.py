@@ -1,6 +1,5 @@
 """Segments change their homes while training goes on: the same bits as without, memory given back, failures without harm."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +25,6 @@ class Net(nn.Module):
         for layer in self.inner:
             x = torch.tanh(layer(x))
         return self.out(x).square().mean()
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def start(path: Path, **settings: Any) -> TrainingEngine:

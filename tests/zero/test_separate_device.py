@@ -67,14 +67,12 @@ def train(
 def test_a_separate_device_gives_the_same_numbers(
     param: Tier, state: Tier, accumulation: int, dtype: torch.dtype | None, tmp_path: Path
 ) -> None:
-    torch.set_num_threads(1)
     there = train(tmp_path, param, state, accelerator=True, accumulation=accumulation, compute_dtype=dtype)
     shared = train(tmp_path, DEVICE, HOST, accelerator=False, accumulation=accumulation, compute_dtype=dtype)
     assert list(differences(there, shared)) == []
 
 
 def test_a_small_window_and_few_fetch_buffers_wait_instead_of_failing(tmp_path: Path) -> None:
-    torch.set_num_threads(1)
     tight = Budgets(device_bytes=140_000, host_bytes=3_500_000)
     there = train(tmp_path, NVME, NVME, accelerator=True, budgets=tight)
     shared = train(tmp_path, DEVICE, HOST, accelerator=False)

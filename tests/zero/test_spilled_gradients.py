@@ -23,11 +23,6 @@ MODEL = {"blocks": 8, "tied": False}
 HOST_BYTES = 1_750_000  # update buffers and three of ten gradient planes
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 def tight(path: Path, *, host_bytes: int = HOST_BYTES, **changes: Any) -> dict[str, Any]:
     return settings(**changes, **on_nvme(path, host_bytes=host_bytes, overlap_update=False))
 
