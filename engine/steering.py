@@ -1,14 +1,15 @@
 """Re-plans while training: what a step measured corrects the model of the links; state and stripes move where that pays."""
 
+import json
 import statistics
 from collections import deque
 from dataclasses import dataclass, field, replace
 
 from lamina.aio_native import IOStats
-from lamina.tiers import Choice, ComputeTimes, Measured, Replanner, Revision, SpaceError
+from lamina.tiers import Choice, ComputeTimes, Measured, Placement, Replanner, Revision, SpaceError
 from lamina.tiers.bandwidth import DISK
 from lamina.tiers.stripe_balance import DeviceWork, StripeBalance
-from lamina.zero import ZeroRuntime
+from lamina.zero import Ranks, ZeroRuntime
 
 SETTLING_STEPS = 3
 """Steps after which the passes and the update count as measured; the first ones also warm caches up."""
@@ -49,16 +50,25 @@ class Steering:
 
     def after_step(self, work: StepWork) -> None:
         """Take one step's figures, between it and the next."""
-        io = self._io()
-        if io is None or self._io_before is None:
-            return
-        before, self._io_before = self._io_before, io
+        before, self._io_before = self._io_before, self._io()
         if self.runtime.migration.under_way:
             return  # its transfers are not those of a usual step
-        if self._restriping(before, io):
-            return  # nor are these
-        if self.replanner is not None:
-            self._replan(self.replanner, disk_work(before, io), work)
+        measured = self._measured(before, self._io_before)
+        if self.replanner is None:
+            return
+        if self.runtime.residence.fixed is not None:
+            if measured is not None:
+                self.replanner.choice.question.links.observe(measured)
+            return
+        shared = slowest(self.runtime.ranks, measured, work)
+        if shared is not None:
+            self._replan(self.replanner, *shared)
+
+    def _measured(self, before: IOStats | None, after: IOStats | None) -> Measured | None:
+        """What this rank's disks did in the step; None where that says nothing about other steps."""
+        if before is None or after is None or self._restriping(before, after):
+            return None
+        return disk_work(before, after)
 
     def _restriping(self, before: IOStats, after: IOStats) -> bool:
         """Let the stripes follow the disks; whether a change is under way. Stripes are a rank's own, so no other has to agree."""
@@ -81,9 +91,7 @@ class Steering:
         return True
 
     def _replan(self, replanner: Replanner, measured: Measured, work: StepWork) -> None:
-        if not self.runtime.residence.can_move:
-            replanner.choice.question.links.observe(measured)
-            return
+        """Fed with the same figures, every rank decides the same."""
         if self._pending is not None:
             pending, self._pending = self._pending, None
             if self.runtime.placement is pending.placement:
@@ -91,7 +99,9 @@ class Steering:
                 self.runtime.residence.decision = replace(self.runtime.decision, choice=pending)
                 self._note("the state was moved")
             else:
-                self._note("the placement stays: the disk has no room for files that hold more")
+                self._note(
+                    "the placement stays: there was no room any more, on this rank or another, when it came to it"
+                )
             return
         self._steps += 1
         self._work.append(work)
@@ -107,12 +117,25 @@ class Steering:
         self.runtime.residence.decision = replace(self.runtime.decision, choice=replanner.choice)
         if revision.better is None:
             return
-        obstacle = self.runtime.migration.obstacle(revision.better.placement)
+        obstacle = self._obstacle(revision.better.placement)
         if obstacle is not None:
             self._note(f"the placement stays: {obstacle}")
             return
         self.runtime.migration.begin(revision.better.placement)
         self._pending = revision.better
+
+    def _obstacle(self, target: Placement) -> str | None:
+        """What is in the way on any rank. Collective: one rank's obstacle holds all."""
+        ranks = self.runtime.ranks
+        homes = "".join(f"{name}: {home!r}; " for name, home in target.homes.items())
+        mine = self.runtime.migration.obstacle(target) or ""
+        found = [json.loads(text) for text in ranks.gather_texts(json.dumps([mine, homes]))]
+        for rank, (obstacle, _) in enumerate(found):
+            if obstacle:
+                return f"{obstacle} (rank {rank})" if ranks.world_size > 1 else str(obstacle)
+        if any(wanted != homes for _, wanted in found):
+            return "the ranks would take different ones, since their budgets or paths differ"
+        return None
 
     def _note(self, told: str) -> None:
         self.notes.append(told)
@@ -142,6 +165,30 @@ class Steering:
 
     def _io(self) -> IOStats | None:
         return self.runtime.io.stats() if self.runtime.io is not None else None
+
+
+def slowest(ranks: Ranks, measured: Measured | None, work: StepWork) -> tuple[Measured, StepWork] | None:
+    """The figures of the slowest rank, which all wait for; None when no rank has measured anything. Collective: one small gather.
+
+    A rank without a measurement of its disks (``None``) goes by the others'.
+    """
+    disk = (measured.read_bytes, measured.written_bytes, measured.busy_s) if measured is not None else (0, 0, -1.0)
+    seconds = (work.forward_s, work.backward_s, work.adam_s, work.commit_s)
+    rows = ranks.gather_numbers([*disk, *seconds, work.parameters], "comparing what a step took")
+    busiest = max(rows, key=lambda row: row[2])
+    if busiest[2] < 0:
+        return None
+    forward_s, backward_s, adam_s, commit_s = (max(row[column] for row in rows) for column in (3, 4, 5, 6))
+    return (
+        Measured(link=DISK, read_bytes=int(busiest[0]), written_bytes=int(busiest[1]), busy_s=busiest[2]),
+        StepWork(
+            forward_s=forward_s,
+            backward_s=backward_s,
+            adam_s=adam_s,
+            commit_s=commit_s,
+            parameters=int(max(row[7] for row in rows)),
+        ),
+    )
 
 
 def disk_work(before: IOStats, after: IOStats) -> Measured:

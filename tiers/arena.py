@@ -155,6 +155,27 @@ class Block:
         return f"Block({self.owner!r}, {self.nbytes:,} bytes at {self.address:#x}{state})"
 
 
+class Trial:
+    """An arena's holes at one moment: blocks are given back and taken on paper, as the arena itself would do it."""
+
+    def __init__(self, holes: FreeList, address: int) -> None:
+        self._holes = holes
+        self._address = address
+
+    def give(self, block: Block) -> None:
+        """As if the block had been freed."""
+        if block.nbytes:
+            self._holes.give(block.address - self._address, block.nbytes)
+
+    def take(self, sizes: Sequence[int], *, align: int = 4096) -> bool:
+        """As if blocks of these sizes had been allocated, in this order; False, and nothing taken, when one does not fit."""
+        holes = self._holes.copy()
+        fits = all(holes.take(nbytes, align, self._address) is not None for nbytes in sizes if nbytes)
+        if fits:
+            self._holes = holes
+        return fits
+
+
 class Arena:
     """One huge-page backed reservation with a byte budget that holds.
 
@@ -204,16 +225,12 @@ class Arena:
         weakref.finalize(storage, memory.died, offset).atexit = False
         return Block(storage, memory.address + offset, owner)
 
-    def would_fit(self, sizes: Sequence[int], *, without: Sequence[Block] = (), align: int = 4096) -> bool:
-        """Whether blocks of these sizes could be had, in this order, once the blocks of ``without`` have been given back."""
+    def trial(self) -> "Trial":
+        """The holes as they are now, to try out what would fit."""
         memory = self._memory
         with memory.lock:
             memory.drain()
-            holes = memory.holes.copy()
-        for block in without:
-            if block.nbytes:
-                holes.give(block.address - memory.address, block.nbytes)
-        return all(holes.take(nbytes, align, memory.address) is not None for nbytes in sizes if nbytes)
+            return Trial(memory.holes.copy(), memory.address)
 
     @property
     def used(self) -> int:

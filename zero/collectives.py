@@ -34,8 +34,14 @@ class Work(Protocol):
 
     def wait(self) -> Any: ...
 
+    def is_completed(self) -> bool:
+        """Whether ``wait`` would return at once."""
+
 
 class _Done:
+    def is_completed(self) -> bool:
+        return True
+
     def wait(self) -> None:
         return None
 
@@ -181,37 +187,50 @@ class Ranks:
         """Sum of a number over the ranks, in double precision and the same on all of them."""
         if self.world_size == 1:
             return value
-        return sum(self._gather_numbers([value]))
+        return sum(numbers[0] for numbers in self.gather_numbers([value], "summing the gradient norm"))
 
-    def union(self, flags: Sequence[bool]) -> list[bool]:
-        """Element-wise or over the ranks."""
+    def union(self, flags: Sequence[bool], doing: str = "agreeing on which parameters were used") -> list[bool]:
+        """Element-wise or over the ranks. ``doing`` tells in errors what it was for."""
         if self.world_size == 1 or not flags:
             return list(flags)
         began = time.perf_counter()
         mask = torch.tensor(flags, dtype=torch.uint8, device=self.device)
-        with self._explained("agreeing on which parameters were used"):
+        with self._explained(doing):
             dist.all_reduce(mask, op=dist.ReduceOp.MAX, group=self.reduce_group)
         self._account(began, mask)
         return [bool(flag) for flag in mask.tolist()]
 
     def require_same(self, what: str, value: str) -> None:
         """Raises DivergenceError on every rank, with both values, when the ranks do not agree."""
-        if self.world_size == 1:
-            return
-        values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, value, group=self.check_group)
+        values = self.gather_texts(value)
         if len(set(values)) > 1:
             listed = ", ".join(f"rank {rank}: {found}" for rank, found in enumerate(values))
             raise DivergenceError(f"{what} differs between ranks: {listed}. All ranks must make the same calls")
 
-    def _gather_numbers(self, numbers: Sequence[float]) -> list[float]:
+    def gather_numbers(self, numbers: Sequence[float], doing: str) -> list[list[float]]:
+        """Every rank's numbers, in rank order, in double precision and the same on all of them."""
+        if self.world_size == 1:
+            return [list(numbers)]
         began = time.perf_counter()
         mine = torch.tensor(list(numbers), dtype=torch.float64, device=self.device)
         everyone = torch.empty(self.world_size * len(numbers), dtype=torch.float64, device=self.device)
-        with self._explained("summing the gradient norm"):
+        with self._explained(doing):
             dist.all_gather_into_tensor(everyone, mine, group=self.reduce_group)
         self._account(began, mine)
-        return [float(number) for number in everyone.tolist()]
+        rows: list[list[float]] = everyone.view(self.world_size, -1).tolist()
+        return rows
+
+    def greatest(self, number: int) -> int:
+        """The greatest of the ranks' numbers."""
+        return max(int(numbers[0]) for numbers in self.gather_numbers([number], "looking whether all go on"))
+
+    def gather_texts(self, text: str) -> list[str]:
+        """Every rank's text, in rank order. Slow: for what happens seldom."""
+        if self.world_size == 1:
+            return [text]
+        texts: list[Any] = [None] * self.world_size
+        dist.all_gather_object(texts, text, group=self.check_group)
+        return [str(one) for one in texts]
 
     def _account(self, began: float, sent: torch.Tensor) -> None:
         self.seconds += time.perf_counter() - began

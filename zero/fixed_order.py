@@ -67,6 +67,10 @@ class SumOfParts:
     buffer: torch.Tensor
     shard: torch.Tensor
 
+    def is_completed(self) -> bool:
+        """Whether ``wait`` returns without waiting for other ranks."""
+        return bool(self.work.is_completed())
+
     def wait(self) -> None:
         self.work.wait()
         first, *others = self.received.view(self.order.world_size, -1)
@@ -84,6 +88,10 @@ class SumOfAll:
     part: SumOfParts
     padded: torch.Tensor
     flat: torch.Tensor
+
+    def is_completed(self) -> bool:
+        """Never: the second half is a collective of its own."""
+        return False
 
     def wait(self) -> None:
         self.part.wait()

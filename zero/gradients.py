@@ -35,14 +35,19 @@ class Gradients:
         places, everything else has one of its own. Not for planes that may be spilled. Called again, between steps, it gives
         back what it took before.
         """
-        for block in (*self._own.values(), *self._shared):
-            block.free()
+        self.give_up_places()
         own, passing = self._places_for(transient)
         self._own = {
             key: self._arena.alloc(nbytes, f"gradient of {self.planes[key].segment.name}")
             for key, nbytes in own.items()
         }
         self._shared = [self._arena.alloc(nbytes, "gradients in passing") for nbytes in passing]
+
+    def give_up_places(self) -> None:
+        """Give back what was reserved. Between steps."""
+        for block in self.reserved():
+            block.free()
+        self._own, self._shared = {}, []
 
     def _places_for(self, transient: Set[int]) -> tuple[dict[int, int], list[int]]:
         """Bytes of each plane that gets a place of its own, and of the places that the others share."""

@@ -16,6 +16,7 @@ from .collectives import Ranks
 from .fitting import fit_groups
 from .initial_state import InitialState
 from .kernels import Kernels
+from .move_rules import why_all_stays
 from .options import ZeroOptions
 from .own_state import OwnState
 from .resume import is_to_resume
@@ -91,21 +92,11 @@ class Residence:
         return blocks
 
     @property
-    def can_move(self) -> bool:
-        """Whether homes may change while training: one rank without an accelerator, lamina's own optimizer, no shares of tiers
-        that were asked for, state that no later process looks for, and old generations that stay while the next is written."""
-        options = self.options
-        return (
-            self.decision.choice is not None
-            and self.ranks.world_size == 1
-            and options.accelerator is None
-            and options.client is None
-            and options.trains
-            and not options.keep_state
-            and options.generations > 1
-            and not (options.wishes.param_shares or options.wishes.state_shares)
-            and not self.placement.scratch_bytes
-        )
+    def fixed(self) -> str | None:
+        """Why no home can change while training, as a clause; None when some can."""
+        if self.decision.choice is None:
+            return "nothing was measured that another placement could be compared by"
+        return why_all_stays(self.options, self.placement)
 
     # -- memory and files ----------------------------------------------------------------------------------------------
 
@@ -135,7 +126,8 @@ class Residence:
             return None
         options = self.options
         # Whatever may come to live there later is known to the store, and left out of it for now.
-        later = [s.name for s in self.segments if self.can_move and s.trainable and not s.stored_planes]
+        moves = self.fixed is None
+        later = [s.name for s in self.segments if moves and s.trainable and not s.stored_planes]
         shards = [
             replace(segment.shard_spec(), planes=segment.planes) if segment.name in later else segment.shard_spec()
             for segment in self.segments

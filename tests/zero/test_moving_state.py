@@ -177,5 +177,43 @@ def test_what_cannot_move_is_told(tmp_path: Path) -> None:
         assert "it " in str(engine.runtime.migration.obstacle(everything))
         most = placed(engine, dict.fromkeys(range(3), (DEVICE, HOST)))
         assert "no hole of the host tier" in str(engine.runtime.migration.obstacle(most))
-    with start_on_nvme(tmp_path / "b", keep_state=True) as engine:
-        assert "state stays where it is" in str(engine.runtime.migration.obstacle(engine.runtime.placement))
+    with start(tmp_path / "b", tiers={"host_bytes": 8 * MIB}) as engine:
+        assert "nothing was measured" in str(engine.runtime.migration.obstacle(engine.runtime.placement))
+
+
+def test_parameters_cross_from_one_memory_to_the_other_with_their_state_in_memory(tmp_path: Path) -> None:
+    losses, ends = reference(tmp_path, 10)
+    with start_on_nvme(tmp_path / "moved") as engine:
+        runtime = engine.runtime
+        found = train(engine, 0, 2)
+        in_memory = [index for index, s in enumerate(runtime.segments) if s.state_tier is not NVME]
+        one = in_memory[0]
+        first = (runtime.segments[one].param_tier, runtime.segments[one].state_tier)
+        assert first == (DEVICE, HOST)
+        for home in ((HOST, HOST), first):
+            target = placed(engine, {one: home})
+            assert runtime.migration.obstacle(target) is None
+            runtime.migration.begin(target)
+            found += train(engine, len(found), len(found) + 2)
+            assert (runtime.segments[one].param_tier, runtime.segments[one].state_tier) == home
+            assert runtime.segments[one].in_place
+        found += train(engine, len(found), 10)
+        assert found == losses
+        assert all(torch.equal(left, right) for left, right in zip(masters(engine), ends, strict=True))
+
+
+def test_kept_state_may_go_to_nvme_and_never_into_memory(tmp_path: Path) -> None:
+    losses, ends = reference(tmp_path, 8, keep_state=True)
+    with start_on_nvme(tmp_path / "moved", keep_state=True) as engine:
+        runtime = engine.runtime
+        found = train(engine, 0, 2)
+        comes = next(index for index, s in enumerate(runtime.segments) if s.state_tier is NVME)
+        refusal = runtime.migration.obstacle(placed(engine, {comes: (HOST, HOST)}))
+        assert "where a later process would not find it (tiers.keep_state)" in str(refusal)
+        target = placed(engine, dict.fromkeys(range(len(runtime.segments)), (HOST, NVME)))
+        assert runtime.migration.obstacle(target) is None
+        runtime.migration.begin(target)
+        found += train(engine, 2, 8)
+        assert {(s.param_tier, s.state_tier) for s in runtime.segments} == {(HOST, NVME)}
+        assert found == losses
+        assert all(torch.equal(left, right) for left, right in zip(masters(engine), ends, strict=True))
