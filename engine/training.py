@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from lamina.zero import ClientOptimizer, TieredAdam, ZeroRuntime
-from lamina.zero.checkpoint_target import refresh_homes
+from lamina.zero.checkpoint_target import reread_homes
 from lamina.zero.closed_forward import refuse_forward
 
 from .checkpoint.loading import LoadReport
@@ -144,7 +144,7 @@ class TrainingEngine(EnginePersistence, EngineFace):
             raise ValueError("the loss has no graph: was it computed under no_grad, or are all parameters frozen?")
         began = time.perf_counter()
         scaled = self.scale(loss, scale_wrt_gas=scale_wrt_gas)
-        self.runtime.begin_backward(last_of_window=self.window.is_last and not retain_graph)
+        self.runtime.begin_backward(last_of_window=self.window.is_last and not retain_graph, root=scaled)
         succeeded = False
         try:
             with self.runtime.forward_context():
@@ -216,7 +216,7 @@ class TrainingEngine(EnginePersistence, EngineFace):
         if at_risk or self.runtime.ranks.world_size > 1:
             self._broken = f"{what} was cut while state in memory was being changed: load a checkpoint to go on"
         else:
-            refresh_homes(self.runtime)
+            reread_homes(self.runtime)
 
     def _take_own_backward(self) -> None:
         """Gradients that the user's own ``backward()`` brought: refuse unscaled ones, reduce them over the ranks."""
@@ -229,13 +229,7 @@ class TrainingEngine(EnginePersistence, EngineFace):
                 f"{self.window.length} accumulation steps): call engine.scale(loss).backward() or engine.backward(loss). "
                 f"The window was dropped"
             )
-        if runtime.ranks.world_size > 1:
-            # Twice: a bucket may have been filled again after its reduction was started.
-            for _ in range(2):
-                runtime.end_backward()
-                runtime.begin_backward(last_of_window=False)
-        else:
-            runtime.begin_backward(last_of_window=False)
+        runtime.take_own_backward()
 
     def _require_gradients(self) -> None:
         """With ignore_unused_parameters false: every trained parameter must have had a gradient in the window."""
@@ -258,10 +252,8 @@ class TrainingEngine(EnginePersistence, EngineFace):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of the open window: nothing of it has happened. Not needed after ``step()``."""
         del set_to_none
-        early = self.optimizer is not None and self.optimizer.updating
-        self.runtime.drop_window()
-        if early:
-            refresh_homes(self.runtime)
+        if self.runtime.drop_window():
+            reread_homes(self.runtime)
         self.window.forget()
         self._losses.clear()
 

@@ -55,8 +55,11 @@ def zero_options(
         saved_input_bytes=(tiers.activation_bytes or 0) if settings.activations in ("host", "nvme") else 0,
         in_place_tiers=_in_place_tiers(settings, separate=separate),
         sub_group_numel=settings.zero_optimization.sub_group_size,
-        # Gradients of several micro-batches add up and are kept anyway; else they are given up where memory is short.
-        retain_gradients=tiers.host_bytes is None or settings.gradient_accumulation_steps > 1,
+        # Gradients of several micro-batches add up and are kept anyway, those of several ranks may all wait for one that a
+        # rank did not use; else they are given up where memory is short.
+        retain_gradients=tiers.host_bytes is None
+        or settings.gradient_accumulation_steps > 1
+        or settings.world_size > 1,
     )
     if problems:
         raise ConfigError(problems)
@@ -121,8 +124,6 @@ def _overlap(settings: EngineConfig, problems: list[tuple[str, str]]) -> bool:
         obstacles.append("fp16's loss scaler must see all gradients first (use bf16, or overlap_update: auto)")
     if settings.bf16.enabled and settings.bf16.check_grad_overflow:
         obstacles.append("bf16.check_grad_overflow must see all gradients first (write false, or overlap_update: auto)")
-    if settings.world_size > 1:
-        obstacles.append("several ranks must first agree on which parameters were used (write auto)")
     if settings.tiers.generations == 1:
         obstacles.append("generations: 1 updates in place, which cannot be undone (write 2)")
     if wanted is True:

@@ -112,6 +112,9 @@ class Executor:
     ``acquire`` returns once the group's parameters are usable. ``pin`` keeps it from being evicted until the same
     number of ``unpin``. The group that was acquired last is never evicted either.
 
+    ``settle_changes`` is called before a copy is evicted that an update may be writing into. Where ranks must evict alike it
+    waits for the update, so that the memory comes back at once.
+
     ``pace`` is asked once a step how long fetches take; without it, or where it gives None, they are issued as early as the
     window allows, as far as ``lookahead``.
     """
@@ -123,6 +126,7 @@ class Executor:
     trace: TraceCursor = field(default_factory=TraceCursor)
     counters: ExecutorCounters = field(default_factory=ExecutorCounters)
     pace: Callable[[], Pace | None] = lambda: None
+    settle_changes: Callable[[], None] = lambda: None
 
     def __post_init__(self) -> None:
         self._seats = [_Seat() for _ in self.sources]
@@ -323,6 +327,8 @@ class Executor:
 
     def _evict(self, index: int) -> None:
         seat = self._seats[index]
+        if seat.residency is Residency.DIRTY:
+            self.settle_changes()
         bound = not seat.kept
         seat.residency = seat.residency.drop() if seat.residency is Residency.DIRTY else seat.residency.evict()
         block, seat.block, seat.transfer = seat.block, None, None

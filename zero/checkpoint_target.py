@@ -172,7 +172,13 @@ def refresh_replicas(runtime: "ZeroRuntime") -> None:
 
 
 def refresh_homes(runtime: "ZeroRuntime") -> None:
-    """Read again what memory keeps of planes whose current generation is on NVMe."""
+    """Read again what memory keeps of planes whose current generation is on NVMe, on every rank. Collective."""
+    reread_homes(runtime)
+    refresh_replicas(runtime)
+
+
+def reread_homes(runtime: "ZeroRuntime") -> None:
+    """The same for this rank's shards alone: the copies of the others' are right."""
     store = runtime.store
     if store is None:
         return
@@ -184,4 +190,3 @@ def refresh_homes(runtime: "ZeroRuntime") -> None:
             end = min(begin + CHUNK_NUMEL, segment.layout.shard_numel)
             values = read_elements(segment, Plane.PARAM, begin, end, store, committed=True)
             write_in_memory(segment, Plane.PARAM, begin, values)
-    refresh_replicas(runtime)

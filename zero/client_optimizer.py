@@ -144,6 +144,9 @@ class ClientOptimizer:
         del copy_in_use
         raise RuntimeError(f"{segment.name}: updates of a client's optimizer do not start early")
 
+    def settle(self) -> None:
+        """Nothing is under way."""
+
     def discard(self) -> None:
         """Forget the gradients of this window: nothing has happened."""
         self._gradients.release_all()

@@ -30,7 +30,7 @@ class EarlyUpdates:
         }
 
     def _may_start(self, segment: Segment, state_tier: Tier) -> bool:
-        """Only what is on NVMe: there the old state stays until the commit. Several ranks must first agree on what is used."""
+        """Only what is on NVMe: there the old state stays until the commit."""
         residence = self._residence
-        wanted = residence.options.wishes.overlap_update and residence.ranks.world_size == 1
-        return wanted and not residence.placement.scratch_bytes and segment.trainable and state_tier is Tier.NVME
+        wanted = residence.options.wishes.overlap_update and not residence.placement.scratch_bytes
+        return wanted and segment.trainable and state_tier is Tier.NVME

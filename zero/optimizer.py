@@ -150,6 +150,10 @@ class TieredAdam(PlainOptimizer):
         release = not self.retain_gradients and not segment.kept
         self._submit(plane, runs, 1.0, release=release, in_place=False, copy_in_use=copy_in_use)
 
+    def settle(self) -> None:
+        """Return once every update that was started has used its gradient, and written into copies what it writes there."""
+        self._updater.finish_jobs()
+
     def discard(self) -> None:
         """Forget the gradients of this window and every early update: nothing has happened."""
         self._updater.drain()
@@ -250,6 +254,9 @@ class TieredAdam(PlainOptimizer):
             if release:
                 job.gradient.release()
 
+        copy = None if copy_in_use else self._copy_to_renew(plane.segment)
+        if copy is None and self._ranks.world_size > 1 and not plane.segment.updated_where_used:
+            from_store = True  # see [Note: copies on several ranks]
         job = UpdateJob(
             segment=plane.segment,
             gradient=plane,
@@ -259,7 +266,7 @@ class TieredAdam(PlainOptimizer):
             from_store=from_store,
             in_place=in_place,
             stored=stored,
-            copy=None if copy_in_use else self._copy_to_renew(plane.segment),
+            copy=copy,
         )
         self._updated[id(plane.segment)] = frozenset(plane.arrived)
         self._jobs[id(plane.segment)] = job

@@ -2,6 +2,11 @@
 
 Every rank starts its reductions in one fixed order (the segments from last to first), so that they always meet the right
 partners, whatever order the gradients come in and whichever parameters a rank did not use.
+
+[Note: final on several ranks] A parameter has a gradient when any rank used it. A rank that had one for every parameter of
+a segment therefore knows, without asking, what all will agree on at the window's end: all of them are used. Once the
+segment's sum has arrived its gradient is final there. A rank that did not use one of them waits for the agreement; that it
+updates later than others changes nothing, since each updates its own shard.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,14 +34,25 @@ class _Bucket:
     arrived: set[int] = field(default_factory=set)
     shard: torch.Tensor | None = None
     work: Work | None = None
+    taken: bool = False
+    """Whether the sum was added to this rank's plane."""
 
     @property
     def complete(self) -> bool:
         return len(self.arrived) == len(self.segment.parameters)
 
+    @property
+    def has_come(self) -> bool:
+        """Whether the sum is there already."""
+        return self.work is not None and self.work.is_completed()
+
 
 class Reducer:
-    """Used with several ranks only. ``make_room`` gives memory of the device tier for a bucket (bytes, owner)."""
+    """Used with several ranks only. ``make_room`` gives memory of the device tier for a bucket (bytes, owner).
+
+    ``before_sum`` is called with every segment whose sum has arrived, before it is added to the rank's plane, and ``summed``
+    after it, where this rank had a gradient for every parameter; see [Note: final on several ranks].
+    """
 
     def __init__(
         self,
@@ -54,6 +70,8 @@ class Reducer:
         self._spare: list[Block] = []
         self._next = 0
         self._used: dict[int, set[int]] = {}
+        self.before_sum: Callable[[Segment], None] = lambda _: None
+        self.summed: Callable[[Segment], None] = lambda _: None
 
     def begin_backward(self) -> None:
         self._next = 0
@@ -72,13 +90,28 @@ class Reducer:
             bucket.arrived.add(slot_index)
         if bucket.complete:
             self._start_ready()
+        for started in self._started:
+            if not started.taken:
+                if not started.has_come:
+                    break
+                self._take_sum(started)
 
     def end_backward(self) -> None:
         """Reduce what is left, parameters that this rank did not use as zeros, and wait for all of it."""
         while self._next < len(self._order):
             segment = self._order[self._next]
-            bucket = self._open.pop(id(segment)) if id(segment) in self._open else self._new_bucket(segment)
-            self._start(bucket)
+            self._next += 1
+            self._start(self._take_bucket(segment))
+        while self._started:
+            self._finish_oldest()
+
+    def reduce_late(self) -> None:
+        """Reduce what came after a segment's sum was begun, on any rank: a block that is recomputed with the weights of another
+        one, or a second backward pass of the user's own. Collective."""
+        late = self._ranks.union([id(segment) in self._open for segment in self._order])
+        for segment, on_any in zip(self._order, late, strict=True):
+            if on_any:
+                self._start(self._take_bucket(segment))
         while self._started:
             self._finish_oldest()
 
@@ -99,13 +132,21 @@ class Reducer:
         self._used.clear()
 
     def drop(self) -> None:
-        """Forget what a failed backward pass has left."""
-        self._spare += [bucket.block for bucket in (*self._open.values(), *self._started)]
+        """Forget what a failed backward pass has left. Sums under way are waited for: the others still need this rank's part."""
+        started, self._started = self._started, []
+        self._spare += [bucket.block for bucket in (*self._open.values(), *started)]
         self._open.clear()
-        self._started.clear()
         self._used.clear()
+        for bucket in started:
+            if bucket.work is not None and not bucket.taken:
+                self._ranks.wait(bucket.work)
 
     # -- mechanism -----------------------------------------------------------------------------------------------------
+
+    def _take_bucket(self, segment: Segment) -> _Bucket:
+        """The segment's gradients of this rank; zeros where it has none."""
+        open_one = self._open.pop(id(segment), None)
+        return open_one if open_one is not None else self._new_bucket(segment)
 
     def _new_bucket(self, segment: Segment) -> _Bucket:
         owner = f"gradient bucket of {segment.name}"
@@ -136,6 +177,7 @@ class Reducer:
             bucket = self._open.get(id(self._order[self._next]))
             if bucket is None or not bucket.complete:
                 return
+            self._next += 1
             self._start(self._open.pop(id(bucket.segment)))
 
     def _start(self, bucket: _Bucket) -> None:
@@ -148,13 +190,22 @@ class Reducer:
             bucket.shard = torch.empty(segment.layout.shard_numel, dtype=segment.dtype, device=bucket.flat.device)
             bucket.work = self._ranks.start_reduce_scatter(bucket.flat, bucket.shard)
         self._started.append(bucket)
-        self._next += 1
 
     def _finish_oldest(self) -> None:
+        """Its block is spare only now, also where the sum has come before: what is evicted for want of blocks must be the same on
+        all ranks, or some would gather what others still have."""
         bucket = self._started.pop(0)
+        if not bucket.taken:
+            self._take_sum(bucket)
+        self._spare.append(bucket.block)
+
+    def _take_sum(self, bucket: _Bucket) -> None:
         if bucket.work is None or bucket.shard is None:
             raise RuntimeError(f"the reduction of {bucket.segment.name} was not started")
         self._ranks.wait(bucket.work)
         bucket.shard.div_(self._ranks.world_size)
+        self.before_sum(bucket.segment)
         self._gradients.add_shard(bucket.segment, bucket.shard)
-        self._spare.append(bucket.block)
+        bucket.taken = True
+        if bucket.complete:
+            self.summed(bucket.segment)

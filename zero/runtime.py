@@ -7,7 +7,9 @@ backward pass, in migration.py for changes of homes while training.
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
+import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from lamina.aio_native import AsyncIO
 from lamina.tiers import Executor, Placement, Spans
@@ -54,6 +56,8 @@ class ZeroRuntime:
         self.ranks = ranks or Ranks()
         self.spans = spans or Spans()
         self._in_backward = False
+        self._may_be_ahead = False
+        self._root_hook: RemovableHandle | None = None
         self._closing = ExitStack()
         self._closing.callback(self.ranks.close)
         try:
@@ -131,6 +135,8 @@ class ZeroRuntime:
             spans=self.spans,
         )
         self._closing.callback(self.updater.close)
+        if self.ranks.world_size > 1:
+            self.executor.settle_changes = self.updater.finish_jobs
         self.gradients.wait_for_room = self.updater.wait_for_a_job
 
     def _tiered_adam(self, params: Any) -> TieredAdam:
@@ -230,10 +236,11 @@ class ZeroRuntime:
         """Around every forward and backward pass.
 
         Raises RuntimeError for a forward pass between ``backward()`` and ``step()`` when parameters that compute uses
-        were already updated.
+        were already updated; on several ranks, which refuse alike, when they may have been.
         """
-        if not self._in_backward and self.optimizer is not None and self.optimizer.updating:
-            ahead = [s.name for s in self.early_segments if s.updated_where_used and self.optimizer.started_early(s)]
+        if not self._in_backward and self._may_be_ahead and self.optimizer is not None:
+            several, started = self.ranks.world_size > 1, self.optimizer.started_early
+            ahead = [s.name for s in self.early_segments if several or (s.updated_where_used and started(s))]
             if ahead:
                 raise RuntimeError(
                     f"forward between backward() and step(): {', '.join(ahead[:3])}{', …' if len(ahead) > 3 else ''} already "
@@ -241,17 +248,38 @@ class ZeroRuntime:
                 )
         return self.state.forward()
 
-    def begin_backward(self, *, last_of_window: bool) -> None:
+    def begin_backward(self, *, last_of_window: bool, root: torch.Tensor | None = None) -> None:
+        """``root``: what ``backward`` is going to be called on; without it updates do not start early."""
         self._in_backward = True
-        if self.collector is not None:
-            self.collector.begin_backward(last_of_window=last_of_window)
+        collector = self.collector
+        if collector is None:
+            return
+        collector.begin_backward(last_of_window=last_of_window and root is not None)
+        self._may_be_ahead |= last_of_window and bool(self.early_segments)
+        if root is not None:
+            self._root_hook = root.register_hook(  # type: ignore[no-untyped-call]
+                lambda _: collector.enter_pass()
+            )
 
     def end_backward(self, *, succeeded: bool = True) -> None:
         self._in_backward = False
-        if self.collector is not None:
-            self.collector.end_backward()
+        if self._root_hook is not None:
+            self._root_hook.remove()
+            self._root_hook = None
+        if self.collector is None:
+            return
+        try:
             if succeeded:
                 self.collector.reduce_rest()
+        finally:
+            self.collector.end_backward()
+
+    def take_own_backward(self) -> None:
+        """Before a micro-batch is closed: what a ``backward()`` of the user's own has left is brought together over the ranks."""
+        if self.collector is not None and self.ranks.world_size > 1:
+            self.end_backward()
+            self.collector.reduce_late()
+        self.begin_backward(last_of_window=False)
 
     def close_window(self) -> None:
         """Before the optimizer's step."""
@@ -260,14 +288,18 @@ class ZeroRuntime:
 
     def finish_step(self, *, applied: bool = True) -> None:
         """After the optimizer's step, or after it was skipped: the next step's first groups can be fetched."""
+        self._may_be_ahead = False
         if applied:
             self.migration.after_commit()
         self.executor.end_step()
 
-    def drop_window(self) -> None:
-        """Forget the gradients of this window and every update that was started early: nothing has happened."""
+    def drop_window(self) -> bool:
+        """Forget the gradients of this window and every update that was started early: nothing has happened. True where homes
+        in memory may have been updated and are to be read again, on all ranks or none."""
+        ahead, self._may_be_ahead = self._may_be_ahead, False
         if self.collector is not None:
             self.collector.drop()
+        return ahead
 
     def close(self) -> None:
         """Wait for what is under way and give everything back, in reverse order of construction."""

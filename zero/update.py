@@ -156,6 +156,11 @@ class Updater:
             self.spans.add("stall", ROOM, began, ended)
             return self._error is None
 
+    def finish_jobs(self) -> None:
+        """Wait until every job has used its gradient, or one has failed: what went wrong is for ``drain`` to raise."""
+        with self._state:
+            self._state.wait_for(lambda: self._open_jobs == 0 or self._error is not None)
+
     def drain(self) -> None:
         """Wait until every job is computed and written; raises the first error of any of them."""
         self._queue.put(_FLUSH)

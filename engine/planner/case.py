@@ -87,15 +87,15 @@ class Case:
         place, load, own = self.place, self.load, self.buffers
         spread = place.stage == 3 and self.slice.ranks > 1
         reachable = (Tier.DEVICE, Tier.HOST) if self.machine.shared_memory else (Tier.DEVICE,)
-        # A barrier, a loss scaler, other ranks and updates in place all want every gradient before the first update.
-        free = not load.barrier and load.dtype is not DType.FP16 and self.machine.ranks == 1 and own.generations > 1
+        # A barrier, a loss scaler and updates in place all want every gradient before the first update.
+        free = not load.barrier and load.dtype is not DType.FP16 and own.generations > 1
         return Wishes(
             param_tiers=(Tier(place.param),),
             state_tiers=(Tier(place.optimizer),),
             overlap_update=free,
             sub_group_numel=own.sub_group,
             staging_count=own.update_depth,
-            retain_gradients=load.accumulation > 1,
+            retain_gradients=load.accumulation > 1 or self.machine.ranks > 1,
             saved_input_bytes=self.saved_input_bytes(),
             separate_device=not self.machine.shared_memory,
             in_place_tiers=() if spread else reachable,

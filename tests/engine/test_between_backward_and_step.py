@@ -5,7 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-from small_model import batch, build, differences, on_nvme, settings, train_with_torch
+import torch.nn.functional as F
+from small_model import SmallModel, batch, build, differences, on_nvme, settings, train_with_engine, train_with_torch
+from torch.utils.checkpoint import checkpoint
 
 from lamina.engine import initialize
 from lamina.zero import get_full, set_full
@@ -118,3 +120,23 @@ def test_c05_an_edited_gradient_counts_in_norm_and_update(place: str, clipping: 
         )
     else:
         assert list(differences(([], masters), ([], theirs))) == []
+
+
+class CheckpointedTwice(SmallModel):
+    """Every block is used twice and run again in the backward pass, with a backward pass of its own for each use."""
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for block in (*self.blocks, *self.blocks):
+            x = checkpoint(block, x, use_reentrant=True)
+        return F.cross_entropy(self.head(x).flatten(0, 1).float(), targets.flatten())
+
+
+@pytest.mark.parametrize("param", ["none", "nvme"])
+def test_parameters_stay_old_for_a_block_that_is_run_again(param: str, tmp_path: Path) -> None:
+    outcomes = []
+    for overlap in ("auto", False):
+        torch.manual_seed(0)
+        config = settings(**on_nvme(tmp_path, param=param, overlap_update=overlap))
+        outcomes.append(train_with_engine(config, model=CheckpointedTwice(), steps=3))
+    assert list(differences(*outcomes)) == []
