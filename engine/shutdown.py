@@ -1,10 +1,11 @@
-"""SIGINT and SIGTERM: end the step that is under way, save if asked to, give everything back, then stop.
+"""SIGINT and SIGTERM: end the micro-batch that is under way, save if asked to, give everything back, then stop.
 
 [Note: stop signals]
 Handlers are installed only in the main thread, and only where nobody else has: Python's own for SIGINT, none for SIGTERM.
-The first signal inside an accumulation window waits for the step that ends it; between windows it acts at once. A second
-signal does not wait. Stopping raises KeyboardInterrupt for SIGINT and SystemExit(143) for SIGTERM, after the engine was
-closed.
+The first signal inside a micro-batch waits for the ``step()`` that closes it; between two of them (while data is drawn, say)
+it acts at once. An accumulation window that is open then goes into the checkpoint as it is. With several ranks the signal
+waits for that ``step()`` in any case, where all ranks learn of it and stop together. A second signal does not wait. Stopping
+raises KeyboardInterrupt for SIGINT and SystemExit(143) for SIGTERM, after the engine was closed.
 """
 
 import signal
@@ -19,12 +20,17 @@ _UNTOUCHED: dict[int, Any] = {signal.SIGINT: signal.default_int_handler, signal.
 
 
 class StopSignals:
-    """``is_busy`` tells whether a window is open; ``stop`` saves and closes (its errors are the user's to see)."""
+    """``is_busy`` tells whether a micro-batch is under way; ``stop`` saves and closes (its errors are the user's to see).
 
-    def __init__(self, *, is_busy: Callable[[], bool], stop: Callable[[], None]) -> None:
+    ``share``, with several ranks: takes this rank's pending signal (0: none) and gives the one that all are to act on."""
+
+    def __init__(
+        self, *, is_busy: Callable[[], bool], stop: Callable[[], None], share: Callable[[int], int] | None = None
+    ) -> None:
         self.pending: int | None = None
         self._is_busy = is_busy
         self._stop = stop
+        self._share = share
         self._installed: list[signal.Signals] = []
         if threading.current_thread() is threading.main_thread():
             for number in SIGNALS:
@@ -33,9 +39,12 @@ class StopSignals:
                     self._installed.append(number)
 
     def act(self) -> None:
-        """At the end of a step: stop if a signal has come."""
-        if self.pending is not None:
-            self._leave(self.pending)
+        """At the end of a micro-batch: stop if a signal has come. Collective."""
+        number = self.pending or 0
+        if self._share is not None:
+            number = self._share(number)
+        if number:
+            self._leave(number)
 
     def restore(self) -> None:
         """Put the handlers back that were there before; harmless when repeated."""
@@ -49,11 +58,11 @@ class StopSignals:
         if self.pending is not None:
             self.restore()
             _raise(number)
-        if not self._is_busy():
+        if self._share is None and not self._is_busy():
             self._leave(number)
         self.pending = number
         name = signal.Signals(number).name
-        sys.stderr.write(f"{name}: the step under way is ended first; once more stops at once\n")
+        sys.stderr.write(f"{name}: the micro-batch under way is ended first; once more stops at once\n")
 
     def _leave(self, number: int) -> NoReturn:
         self.restore()

@@ -77,6 +77,7 @@ class TrainingEngine(EnginePersistence, EngineFace):
         self._closed = False
         self._broken = ""
         self._busy = False
+        self._before_draw: dict[str, Any] | None = None
         if self.optimizer is not None and config.tiers.keep_state:
             self.optimizer.generation_meta = lambda: generation_meta(self)
         atexit.register(self.close)  # a script that ends without close() leaves nothing behind either
@@ -89,7 +90,12 @@ class TrainingEngine(EnginePersistence, EngineFace):
                 if engine is not None:
                     engine._stop(save_on_stop)
 
-            self._signals = StopSignals(is_busy=lambda: (engine := me()) is not None and engine._busy, stop=stop)
+            ranks = runtime.ranks
+            self._signals = StopSignals(
+                is_busy=lambda: (engine := me()) is not None and engine._busy,
+                stop=stop,
+                share=ranks.greatest if ranks.world_size > 1 else None,
+            )
 
     # -- the three calls -----------------------------------------------------------------------------------------------
 
@@ -166,8 +172,14 @@ class TrainingEngine(EnginePersistence, EngineFace):
         optimizer = self._require_optimizer("step")
         self._take_own_backward()
         self._applied = False
-        if not self.window.close_micro_batch():
-            return
+        if self.window.close_micro_batch():
+            self._take_step(optimizer)
+        self._busy = False
+        if self._signals is not None:
+            self._signals.act()
+
+    def _take_step(self, optimizer: TieredAdam | ClientOptimizer) -> None:
+        """At the accumulation boundary."""
         rates = self.get_lr()
         self.runtime.close_window()
         self._require_gradients()
@@ -187,9 +199,6 @@ class TrainingEngine(EnginePersistence, EngineFace):
             self._busy = False
             raise
         self._tell(rates, scale)
-        self._busy = False
-        if self._signals is not None:
-            self._signals.act()
 
     def _update(self, optimizer: TieredAdam | ClientOptimizer, scale: float) -> None:
         config = self.config
@@ -271,7 +280,7 @@ class TrainingEngine(EnginePersistence, EngineFace):
         losses = []
         last = False
         while not last:
-            batch = next(batches)
+            batch = self._draw(batches)
             last = self.window.is_last
             loss = loss_of(self._call_with(batch))
             self.backward(loss)
@@ -305,6 +314,14 @@ class TrainingEngine(EnginePersistence, EngineFace):
         if self._batches is None:
             self._batches = self.training_dataloader.repeat()
         return self._batches
+
+    def _draw(self, batches: Iterator[Any]) -> Any:
+        """The next batch. A stop signal that comes meanwhile finds the loader where it was before."""
+        loader = self.training_dataloader
+        self._before_draw = loader.state_dict() if loader is not None and batches is self._batches else None
+        batch = next(batches)
+        self._before_draw = None
+        return batch
 
     def _call_with(self, batch: Any) -> Any:
         if isinstance(batch, Mapping):
@@ -443,9 +460,11 @@ class TrainingEngine(EnginePersistence, EngineFace):
                 refuse_forward(self.module)
 
     def _stop(self, save_dir: str | os.PathLike[str] | None) -> None:
-        """After a stop signal, between two steps."""
+        """After a stop signal, between two micro-batches."""
         try:
             if save_dir is not None and not self._closed and not self._broken:
+                if self._before_draw is not None and self.training_dataloader is not None:
+                    self.training_dataloader.load_state_dict(self._before_draw)
                 self.save_checkpoint(save_dir)
         finally:
             self.close()

@@ -8,13 +8,15 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from small_model import batch, build, on_nvme, settings
-from train_until_killed import STEPS, main, start
+from torch.utils.data import Dataset
+from train_until_killed import STEPS, data, main, start
 
-from lamina.engine import initialize
+from lamina.engine import TrainingEngine, initialize
 from lamina.tiers import StoreError
 from lamina.zero import get_full
 
@@ -93,7 +95,7 @@ def test_killed_over_and_over_it_goes_on_bit_exactly(
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_stop_signals_end_the_step_save_and_release(
+def test_stop_signals_end_the_micro_batch_save_and_release(
     number: signal.Signals, code: int, server: Server, tmp_path: Path
 ) -> None:
     child = server.start(tmp_path, "slow")
@@ -103,13 +105,57 @@ def test_stop_signals_end_the_step_save_and_release(
     lines, found = server.rest()
     assert found == code
     assert first.startswith("step 1 ")
-    assert lines == []  # the step under way was ended, and the loop was left before it told
-    assert (tmp_path / "c" / "latest").read_text() == "global_step2"
+    assert lines == []  # the loop was left before it told
+    assert (tmp_path / "c" / "latest").read_text() == "global_step1"
     with start(tmp_path, resume=True) as engine:  # the lock was given back
-        assert engine.global_steps == 2
+        assert (engine.global_steps, engine.micro_steps) == (1, 2)
     with start(tmp_path, resume=False) as engine:
         engine.load_checkpoint(tmp_path / "c")
-        assert engine.global_steps == 2
+        assert (engine.global_steps, engine.micro_steps) == (1, 3)  # the micro-batch under way was ended
+        assert engine.training_dataloader.batches == 3
+
+
+class Interrupting(Dataset[Any]):
+    """Sends this process a signal when item number ``at`` (in the order of use) is drawn."""
+
+    def __init__(self, at: int | None) -> None:
+        self.rest = data()
+        self.drawn = 0
+        self.at = at
+
+    def __len__(self) -> int:
+        return len(self.rest)
+
+    def __getitem__(self, index: int) -> Any:
+        self.drawn += 1
+        if self.drawn == self.at:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return self.rest[index]
+
+
+@pytest.mark.parametrize("at", [5, 7])
+def test_a_signal_while_data_is_drawn_acts_at_once_and_no_batch_is_lost(at: int, tmp_path: Path) -> None:
+    """In the first and in the second micro-batch of the second step; a checkpoint carries the open window."""
+
+    def begin(at: int | None) -> TrainingEngine:
+        torch.manual_seed(0)
+        config = settings(gradient_accumulation_steps=2, **on_nvme(tmp_path / "n"))
+        return initialize(build(**SMALL), config=config, training_data=Interrupting(at), save_on_stop=tmp_path / "c")[0]
+
+    def end(engine: TrainingEngine) -> list[torch.Tensor | None]:
+        while engine.global_steps < 4:
+            engine.train_batch()
+        return [get_full(p, plane) for p in engine.module.parameters() for plane in ("master", "exp_avg")]
+
+    with begin(None) as engine:
+        wanted = end(engine)
+    engine = begin(at)
+    with pytest.raises(SystemExit):
+        end(engine)
+    with begin(None) as engine:
+        engine.load_checkpoint(tmp_path / "c")
+        assert (engine.global_steps, engine.micro_steps) == (1, (at - 1) // 2)
+        assert all(map(torch.equal, end(engine), wanted))
 
 
 def test_a_signal_between_windows_acts_at_once_and_handlers_are_put_back() -> None:
@@ -130,7 +176,7 @@ def test_a_second_signal_does_not_wait(capsys: pytest.CaptureFixture[str]) -> No
     with initialize(build(**SMALL), config=settings())[0] as engine:
         engine.backward(engine(*batch(0)))
         os.kill(os.getpid(), signal.SIGINT)
-        assert "SIGINT: the step under way is ended first" in capsys.readouterr().err
+        assert "SIGINT: the micro-batch under way is ended first" in capsys.readouterr().err
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
     with initialize(build(**SMALL), config=settings())[0] as engine:
