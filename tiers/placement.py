@@ -2,8 +2,9 @@
 
 Everything starts on the slowest tier that is allowed and is moved up while budgets allow, in the order of what a byte
 of memory saves per step: parameters first (each byte kept saves three reads: forward, backward, update), then optimizer
-states (a read and a write). Segments move as a whole; at the end one of them is divided, so that its state fills what memory is
-left.
+states (a read and a write), the front of the model first: its gradients are final last, so that the least time is left to
+hide its update. Segments move as a whole, but for the first whose state does not fit: it is divided, so that it fills what
+memory is left.
 """
 
 from bisect import bisect_left
@@ -126,10 +127,11 @@ class _Planner:
                 break
         for s in self.segments:
             self._raise_param(needs, s, window, staging)
+        undivided = list(self.wishes.state_tiers[:-1]) if self.wishes.divide_state else []
         for s in self.segments:
             self._raise_state(needs, s, window, staging)
-        for tier in self.wishes.state_tiers[:-1] if self.wishes.divide_state else ():
-            self._divide_one(needs, tier, window, staging)
+            for tier in [tier for tier in undivided if self._divide(needs, s, tier, window, staging)]:
+                undivided.remove(tier)
         return self.placement(needs, sub_group, staging, [])
 
     # -- homes to begin with -------------------------------------------------------------------------------------------
@@ -193,23 +195,20 @@ class _Planner:
                 break
             needs.move(s, before)
 
-    def _divide_one(self, needs: Needs, tier: Tier, window: int, staging: int) -> None:
-        """Let the first segment of which a tier holds some of the state, in chunks, keep as much of it there as fits."""
-        chunk = self.wishes.chunk_numel
-        for s in self.segments:
-            before = needs.homes[s.name]
-            whole = before.state is Tier.NVME and not before.kept
-            if not s.trained or not whole or before.param is Tier.NVME or s.name in self.fixed:
-                continue
+    def _divide(self, needs: Needs, s: SegmentSize, tier: Tier, window: int, staging: int) -> bool:
+        """Let a tier keep as much of a segment's state on NVMe as fits there, in chunks; whether that is any."""
+        before, chunk = needs.homes[s.name], self.wishes.chunk_numel
+        whole = before.state is Tier.NVME and not before.kept
+        if not s.trained or not whole or before.param is Tier.NVME or self.wishes.state_shares or s.name in self.fixed:
+            return False
 
-            def too_much(chunks: int, s: SegmentSize = s, before: Home = before) -> bool:
-                needs.move(s, replace(before, kept=chunks * chunk, kept_on=tier))
-                return not self.fits(needs, window, staging)
+        def too_much(chunks: int) -> bool:
+            needs.move(s, replace(before, kept=chunks * chunk, kept_on=tier))
+            return not self.fits(needs, window, staging)
 
-            chunks = bisect_left(range(1, -(-s.shard_numel // chunk)), True, key=too_much)
-            needs.move(s, replace(before, kept=chunks * chunk, kept_on=tier) if chunks else before)
-            if chunks:
-                return
+        chunks = bisect_left(range(1, -(-s.shard_numel // chunk)), True, key=too_much)
+        needs.move(s, replace(before, kept=chunks * chunk, kept_on=tier) if chunks else before)
+        return chunks > 0
 
     def placement(self, needs: Needs, sub_group: int, staging: int, reasons: list[str]) -> Placement:
         """The outcome, with as wide a window of fetched groups as the budgets hold."""

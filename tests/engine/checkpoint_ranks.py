@@ -19,11 +19,13 @@ PLANES = ("master", "exp_avg", "exp_avg_sq")
 
 
 def placements(folder: Path) -> dict[str, dict[str, Any]]:
+    shared = {"device": "nvme", "nvme_path": str(folder), "ratio": 0.6}
     return {
         "stage 0": {"zero_optimization": {"stage": 0}},
         "stage 1": {"zero_optimization": {"stage": 1}},
         "stage 3": {"zero_optimization": {"stage": 3}},
         "nvme": on_nvme(folder),
+        "shares": {"zero_optimization": {"stage": 3, "offload_optimizer": shared}},
     }
 
 
@@ -52,7 +54,8 @@ def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
 
 
 def resumes(folder: Path) -> dict[str, bool]:
-    """Every placement into every other, saved in mid-window: is the state after two more steps that of the straight run?"""
+    """Every placement into every other (shares into themselves, to nvme and from it), saved in mid-window: is the state after
+    two more steps that of the straight run?"""
     found = {}
     for before, changes in placements(folder / "n").items():
         with fresh(changes) as engine:
@@ -61,6 +64,8 @@ def resumes(folder: Path) -> dict[str, bool]:
             train(engine, 3, 6)
             wanted = state(engine)
         for after, others in placements(folder / "n").items():
+            if "shares" in (before, after) and not {before, after} <= {"shares", "nvme"}:
+                continue
             with fresh(others) as engine:
                 _, client = engine.load_checkpoint(folder / before)
                 train(engine, 3, 6)

@@ -51,7 +51,7 @@ def test_checkpoints_move_between_placements_and_numbers_of_ranks(tmp_path: Path
     run = run_ranks(SCRIPT, 2, tmp_path, timeout=280)
     assert run.returncode == 0, run.stderr[-3000:]
     results = json.loads(run.stdout.strip().splitlines()[-1])
-    assert len(results["resumes"]) == 16
+    assert len(results["resumes"]) == 19
     assert [name for name, is_same in results["resumes"].items() if not is_same] == []
     for name, found in results["from one"].items():
         for key, values in found.items():
@@ -66,7 +66,7 @@ def test_checkpoints_move_between_placements_and_numbers_of_ranks(tmp_path: Path
     weights = load_file(tmp_path / "weights" / "model.safetensors")
     assert all(torch.equal(weights[name], of_two[f"{name} master"]) for name in weights)
     check_clients(results["clients"], of_clients["client one"], tmp_path / "client two")
-    assert len(results["background"]) == 4
+    assert len(results["background"]) == 5
     assert all(results["background"].values()), results["background"]
     assert results["fails"]["told"] == (
         f"{tmp_path}/background/bad could not be saved: rank 1: OSError: [Errno 28] No space left on device"

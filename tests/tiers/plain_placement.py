@@ -150,11 +150,13 @@ class PlainSearch:
                 break
         for s in self.segments:
             homes = self.raised(homes, s, "param", window)
+        undivided = list(states[:-1]) if self.wishes.divide_state else []
         for s in self.segments:
             homes = self.raised(homes, s, "state", window)
-        if self.wishes.divide_state:
-            for tier in states[:-1]:
-                homes = self.divided(homes, tier, window)
+            for tier in list(undivided):
+                before, homes = homes, self.divided(homes, s, tier, window)
+                if homes != before:
+                    undivided.remove(tier)
         return homes
 
     def raised(self, homes: Homes, s: SegmentSize, what: str, window: int) -> Homes:
@@ -168,17 +170,12 @@ class PlainSearch:
                 return moved
         return homes
 
-    def divided(self, homes: Homes, tier: Tier, window: int) -> Homes:
-        chunk = self.wishes.chunk_numel
-        for s in self.segments:
-            home = homes[s.name]
-            if not s.trained or home.state is not Tier.NVME or home.kept or home.param is Tier.NVME:
-                continue
-            best = homes
-            for kept in range(chunk, s.shard_numel, chunk):
-                moved = homes | {s.name: replace(home, kept=kept, kept_on=tier)}
-                if self.fits(moved, window):
-                    best = moved
-            if best is not homes:
-                return best
-        return homes
+    def divided(self, homes: Homes, s: SegmentSize, tier: Tier, window: int) -> Homes:
+        chunk, home, best = self.wishes.chunk_numel, homes[s.name], homes
+        if not s.trained or home.state is not Tier.NVME or home.kept or home.param is Tier.NVME:
+            return homes
+        for kept in range(chunk, s.shard_numel, chunk):
+            moved = homes | {s.name: replace(home, kept=kept, kept_on=tier)}
+            if self.fits(moved, window):
+                best = moved
+        return best
