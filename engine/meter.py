@@ -86,6 +86,7 @@ class StepMeter:
             adam_s=update.adam_s,
             forward_backward_io_s=self._io_seconds(fetched, 0),
             update_io_s=self._io_seconds(max(0, read_bytes - fetched), written_bytes),
+            ahead_io_s=self._io_seconds(update.ahead_bytes, 0),
             cores_s=(self.clock.processor_s - clock.processor_s) / len(os.sched_getaffinity(0)),
         )
         if not facts.skipped:

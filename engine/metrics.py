@@ -61,16 +61,19 @@ class StepCosts:
     forward_backward_io_s: float  # bytes over measured bandwidth
     update_io_s: float
     cores_s: float  # processor time of the whole step, spread evenly over the cores this process may use
+    ahead_io_s: float = 0.0  # of the update's reads, those that were issued before it
 
 
 def lower_bound(costs: StepCosts, *, barrier: bool, shared_cores: bool) -> float:
     """Least time of a step (DESIGN, one training step).
 
-    With an update barrier: the slowest channel of forward and backward, plus the slowest of the update. Without: the
-    slowest channel over all. ``shared_cores``: Adam and the model compute on the same cores at the same time, so each makes the
-    other take longer than it need; what is sure is the processor time, and the passes less all that Adam can have taken.
+    With an update barrier: the slowest channel of forward and backward, plus the slowest of the update, less the reads ahead
+    that fit under the passes. Without: the slowest channel over all. ``shared_cores``: Adam and the model compute on the same
+    cores at the same time, so each makes the other take longer than it need; what is sure is the processor time, and the
+    passes less all that Adam can have taken.
     """
     if barrier:
-        return max(costs.compute_s, costs.forward_backward_io_s) + max(costs.adam_s, costs.update_io_s)
+        hidden = min(costs.ahead_io_s, max(0.0, costs.compute_s - costs.forward_backward_io_s))
+        return max(costs.compute_s, costs.forward_backward_io_s) + max(costs.adam_s, costs.update_io_s - hidden)
     passes = max(costs.compute_s - costs.adam_s, costs.cores_s) if shared_cores else costs.compute_s
     return max(passes, costs.adam_s, costs.forward_backward_io_s + costs.update_io_s)

@@ -259,6 +259,7 @@ class _Machine:
             yield from self._settle_copies()
             self.result = self._finish()
             self.spans.add(STEP, f"{STEP} {step}", self.totals.began, self.queue.now)
+            self.updater.read_ahead()
             self._prefetch()
         self.updater.stop()
 
@@ -465,12 +466,14 @@ class _Machine:
         totals, updater = self.totals, self.updater
         fetch = self.disk.read_s(totals.fetched_bytes) if self.disk is not None else 0.0
         up = self.up.read_s(totals.up_bytes) if self.up is not None else 0.0
-        read = write = 0.0
+        read = write = hidden = 0.0
         gain = 1.0
         if self.disk is not None:
             read, write = self.disk.read_s(updater.read_bytes), self.disk.write_s(updater.written_bytes)
+            hidden = min(self.disk.read_s(updater.ahead_bytes), max(0.0, totals.compute_s - fetch))
             gain = self.disk.mix_gain
-        barrier = max(totals.compute_s, fetch, up) + max(updater.adam_s, mixed_seconds(read, write, gain))
+        late = max(updater.adam_s, mixed_seconds(read - hidden, write, gain))
+        barrier = max(totals.compute_s, fetch, up) + late
         if not self.step.early:
             return barrier, barrier
         both = totals.compute_s + updater.adam_s

@@ -26,7 +26,8 @@ class _Flight:
 
 
 class SimulatedUpdater:
-    """The update thread: read sub-group k+1 | Adam on k | write k-1, as zero/update.py does it."""
+    """The update thread: read sub-group k+1 | Adam on k | write k-1, as zero/update.py does it; the first ones of a step are read
+    as soon as the one before it has ended, without their parameters."""
 
     def __init__(
         self,
@@ -56,13 +57,15 @@ class SimulatedUpdater:
         self._jobs: deque[UpdateModel] = deque()
         self._parts: deque[tuple[UpdateModel, SubGroup, bool]] = deque()
         self._free = buffer_count
+        self._submitted: list[UpdateModel] = []
+        self._ahead: deque[Signal] = deque()
         self._stopped = self._flushing = False
         self._arrival = Signal()
         self._progress = Signal()
         self.begin_step()
 
     def begin_step(self) -> None:
-        self.read_bytes = self.written_bytes = 0
+        self.read_bytes = self.written_bytes = self.ahead_bytes = 0
         self.adam_s = 0.0
 
     # -- called by the training thread ---------------------------------------------------------------------------
@@ -70,11 +73,21 @@ class SimulatedUpdater:
     def submit(self, update: UpdateModel) -> None:
         self.open_jobs += 1
         self._jobs.append(update)
+        self._submitted.append(update)
         self._wake()
 
     def stop(self) -> None:
         self._stopped = True
         self._wake()
+
+    def read_ahead(self) -> None:
+        """The step is over: the next one's updates come in the same order."""
+        submitted, self._submitted = self._submitted, []
+        for part in (part for update in submitted if update.streams for part in update.sub_groups):
+            if not self._free:
+                return
+            self._free -= 1
+            self._ahead.append(self._start_read(part.read_bytes - part.param_bytes, Priority.WRITE_BACK))
 
     def next_job_done(self) -> Signal:
         return self._progress
@@ -91,10 +104,9 @@ class SimulatedUpdater:
         reading: deque[_Flight] = deque()
         writing: deque[_Flight] = deque()
         while True:
-            while self._free or not (reading or writing):
+            while self._free or self._ahead or not (reading or writing):
                 yield from self._run_in_memory()
                 if self._parts:
-                    self._free -= 1
                     reading.append(self._read(*self._parts.popleft()))
                 elif reading or (writing and self._flushing):
                     break
@@ -127,15 +139,24 @@ class SimulatedUpdater:
             self._job_done(update)
 
     def _read(self, update: UpdateModel, part: SubGroup, is_last: bool) -> _Flight:
-        read_bytes = part.read_bytes - (part.param_bytes if self._has_copy(update) else 0)
-        self.read_bytes += read_bytes
-        if read_bytes and self.disk is not None:
-            seconds, latency = self.disk.read_s(read_bytes), self.disk.read.latency_s
-            transfer = self.disk_channel.serve(READ, seconds, priority=Priority.PREFETCH, latency_s=latency)
+        copied = part.param_bytes if self._has_copy(update) else 0
+        self.read_bytes += part.read_bytes - copied
+        if self._ahead:
+            transfer = self._ahead.popleft()
+            self.ahead_bytes += part.read_bytes - part.param_bytes
+            if part.param_bytes > copied:
+                transfer = _both(self.queue, transfer, self._start_read(part.param_bytes, Priority.PREFETCH))
         else:
-            transfer = _fired(self.queue.now)
-        self._note("nvme->host: optimizer", update.name, read_bytes, transfer)
+            self._free -= 1
+            transfer = self._start_read(part.read_bytes - copied, Priority.PREFETCH)
+        self._note("nvme->host: optimizer", update.name, part.read_bytes - copied, transfer)
         return _Flight(update=update, part=part, is_last=is_last, transfer=transfer)
+
+    def _start_read(self, nbytes: int, priority: Priority) -> Signal:
+        if not nbytes or self.disk is None:
+            return _fired(self.queue.now)
+        seconds, latency = self.disk.read_s(nbytes), self.disk.read.latency_s
+        return self.disk_channel.serve(READ, seconds, priority=priority, latency_s=latency)
 
     def _update(self, flight: _Flight) -> Generator[Signal, None, _Flight]:
         yield flight.transfer
@@ -181,6 +202,13 @@ class SimulatedUpdater:
     def _notify(self) -> None:
         before, self._progress = self._progress, Signal()
         before.fire(self.queue.now)
+
+
+def _both(queue: EventQueue, first: Signal, second: Signal) -> Signal:
+    """Fires with the later of the two."""
+    done = Signal()
+    first.when_fired(lambda: second.when_fired(lambda: done.fire(queue.now)))
+    return done
 
 
 def _fired(now: float) -> Signal:

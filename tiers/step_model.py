@@ -201,7 +201,7 @@ def model_step(
                 name=segment.name,
                 sub_groups=_sub_groups(segment, home, placement.sub_group_numel, times),
                 group=-1 if home.param in in_place_tiers or segment.persistent else segment.group,
-                renews=home.param is Tier.NVME and not separate_device,
+                renews=home.param is Tier.NVME and not separate_device and not home.kept,
                 after=after,
                 streams=Tier.NVME in (home.state, home.param),
                 gradient_bytes=gradient,

@@ -338,6 +338,7 @@ class TieredAdam(PlainOptimizer):
                 self._commit(transaction, step)
                 committed = True
                 self._settle_copies()
+                self._updater.read_ahead()
         finally:
             if transaction is not None:
                 transaction.abort()  # does nothing after a commit

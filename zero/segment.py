@@ -129,10 +129,11 @@ class Segment:
     def copy_renewable(self) -> bool:
         """Whether an update can write into a fetched copy: it reaches the memory, and has the parameters in a buffer.
 
-        Not where an optimizer of torch makes the update, not on an accelerator, and not where the parameters are at home in host
-        memory, from where a copy costs no read.
+        Not where an optimizer of torch makes the update, not on an accelerator, and not where the parameters, or some of
+        them, are at home in host memory, from where a copy costs no read.
         """
-        return not self.in_place and self.device is None and not self.client and self.param_tier is Tier.NVME
+        reached = self.device is None and not self.client and not self.kept
+        return reached and not self.in_place and self.param_tier is Tier.NVME
 
     @property
     def home_offset(self) -> int:

@@ -1,10 +1,9 @@
-"""The streamed update: read sub-group k+1 | Adam on k | write k-1, in a thread of its own.
+"""The streamed update: read sub-group k+1 | Adam on k | write k-1, in a thread of its own. See also read_ahead.py.
 
 A job is one segment whose gradient is final. Where the optimizer state is in memory the kernel runs on it in place;
 where it is on NVMe the segment streams through a few staging blocks, out of the current generation into the next.
 """
 
-import ctypes
 import queue
 import threading
 import time
@@ -19,13 +18,13 @@ from lamina.aio_native import Priority
 from lamina.tiers import Block, GenerationStore, Plane, Residency, Spans, Transaction, TransferHandle
 
 from .dtypes import KERNEL_DTYPE
+from .fetched_copy import read_copy, renew_copy
 from .gradient_plane import GradientPlane
 from .kernels import AdamBatch, AdamHyper, AdamPlanes, AdamScalars, Kernels
-from .partition import round_up
+from .read_ahead import Expected, ReadAhead, buffer_offsets, start_reads
 from .segment import Segment
 from .update_sums import UpdateSums
 
-STAGING_ALIGN = 4096
 ROOM = "gradient room"  # what the training thread waits for when the host tier has none for one more gradient
 
 
@@ -76,7 +75,8 @@ class _Chunk:
 
 @dataclass(kw_only=True)
 class UpdateCounters:
-    """Seconds the update thread waited for reads and writes, and computed; parameter bytes that it need not read.
+    """Seconds the update thread waited for reads and writes, and computed; parameter bytes that it need not read, and bytes
+    that were read ahead of it.
 
     ``room_stall_s``: seconds that the training thread waited for memory of gradients that were still to be used.
     """
@@ -87,6 +87,7 @@ class UpdateCounters:
     adam_s: float = 0.0
     parameters: int = 0
     cached_bytes: int = 0
+    ahead_bytes: int = 0
 
 
 @dataclass(kw_only=True)
@@ -126,6 +127,8 @@ class Updater:
         self._error: BaseException | None = None
         self._transaction: Transaction | None = None
         self._chunks: Iterator[_Chunk] | None = None
+        self._ahead = ReadAhead(self.store, self.sub_group_numel)
+        self._submitted: list[Segment] = []
         self._thread = threading.Thread(target=self._work, name="lamina-update", daemon=True)
         self._thread.start()
 
@@ -141,6 +144,7 @@ class Updater:
             self._open_jobs += 1
             self._queued_jobs += 1
             self._transaction = transaction
+        self._submitted.append(job.segment)
         self._queue.put(job)
 
     def wait_for_a_job(self) -> bool:
@@ -170,6 +174,12 @@ class Updater:
         if error is not None:
             raise error
 
+    def read_ahead(self) -> None:
+        """The next jobs will probably come in the order of those since this was last called: begin to read the first ones'
+        state from the generation that is current now."""
+        order, self._submitted = self._submitted, []
+        self._queue.put(Expected(order=tuple({id(segment): segment for segment in order}.values())))
+
     def take_counters(self) -> UpdateCounters:
         taken, self.counters = self.counters, UpdateCounters()
         return taken
@@ -194,11 +204,16 @@ class Updater:
         """One round of the pipeline; False when the thread is to end."""
         # Jobs in memory need no staging, so the queue is looked at also when there is none. Writes under way are waited for
         # only when their buffers are needed or at a flush: a job that comes meanwhile can be read at once.
-        while self._free or not (reading or writing):
+        while self._free or len(self._ahead) or not (reading or writing):
             chunk = self._next_chunk(block=not reading)
             if chunk is _STOP:
                 _settle(reading, writing)
+                self._free.extend(self._ahead.forget())
                 return False
+            if isinstance(chunk, Expected):
+                self._free.extend(self._ahead.forget())
+                self._ahead.begin(chunk.order, self._free)
+                continue
             if chunk is _FLUSH:
                 self._flush(reading, writing)
                 return True
@@ -260,26 +275,29 @@ class Updater:
         return (_Chunk(job=job, begin=s, end=min(s + self.sub_group_numel, numel)) for s in starts)
 
     def _read(self, chunk: _Chunk) -> _InFlight:
-        """Begin to read the chunk's planes that are on NVMe and are needed to compute."""
-        staging = self._free.popleft()
-        job, numel = chunk.job, chunk.end - chunk.begin
-        offsets, handles, offset = {}, [], 0
-        for spec in job.segment.stored_planes:
-            if spec.plane is Plane.PARAM and job.segment.home is not None and not job.from_store:
-                continue
-            offsets[spec.plane] = offset
-            nbytes = numel * spec.itemsize
-            if self.store is not None and not _is_only_written(spec.plane, job):
-                view = staging.view[offset : offset + nbytes]
-                where = (chunk.begin - job.segment.kept) * spec.itemsize
-                if spec.plane is Plane.PARAM and not job.from_store and _copy_fetched(chunk, view):
-                    self.counters.cached_bytes += nbytes
-                    offset += round_up(nbytes, STAGING_ALIGN)
-                    continue
+        """Begin to read the chunk's planes that are on NVMe and are needed to compute, those that were not read ahead."""
+        job, segment, numel = chunk.job, chunk.job.segment, chunk.end - chunk.begin
+        offsets = buffer_offsets(segment, numel, from_store=job.from_store)
+        early = self._ahead.take(segment, chunk.begin, chunk.end, offsets)
+        if early is not None:
+            staging, handles = early.staging, early.handles
+            self.counters.ahead_bytes += early.nbytes
+        else:
+            self._free.extend(self._ahead.forget())
+            staging = self._free.popleft()
+            handles = start_reads(
+                self.store, segment, chunk.begin, chunk.end, staging, offsets, priority=Priority.PREFETCH
+            )
+        if self.store is not None and Plane.PARAM in offsets and not _is_only_written(Plane.PARAM, job):
+            itemsize = segment.dtype.itemsize
+            view = staging.view[offsets[Plane.PARAM] :][: numel * itemsize]
+            if not job.from_store and read_copy(segment, chunk.begin, chunk.end, view):
+                self.counters.cached_bytes += len(view)
+            else:
+                where = (chunk.begin - segment.kept) * itemsize
                 handles.append(
-                    self.store.read(job.segment.name, spec.plane, view, offset=where, priority=Priority.PREFETCH)
+                    self.store.read(segment.name, Plane.PARAM, view, offset=where, priority=Priority.PREFETCH)
                 )
-            offset += round_up(nbytes, STAGING_ALIGN)
         fetching = Residency.ABSENT.fetch()
         return _InFlight(chunk=chunk, staging=staging, offsets=offsets, handles=handles, residency=fetching)
 
@@ -320,7 +338,8 @@ class Updater:
             handles.append(transaction.write(segment.name, spec.plane, view, offset=where, taken=taken))
         if job.from_store and segment.home is not None:
             self._refresh_cache(segment, flight, chunk)
-        if job.copy is not None and not _renew_copy(chunk, flight.staging.view[flight.offsets[Plane.PARAM] :]):
+        new = flight.staging.view[flight.offsets.get(Plane.PARAM, 0) :]
+        if job.copy is not None and not renew_copy(segment, job.copy, chunk.begin, chunk.end, new):
             job.copy = None
         if segment.device_home is not None:
             self._copy_up(segment, chunk.begin, flight.staging.view[flight.offsets[Plane.PARAM] :], numel)
@@ -422,6 +441,7 @@ class Updater:
         _settle(reading, writing)
         reading.clear()
         writing.clear()
+        list(self._ahead.forget())
         self._chunks = None
         self._free = deque(self.staging)
         with self._state:
@@ -430,41 +450,6 @@ class Updater:
             self._unwritten = 0
             self._open_jobs = self._queued_jobs
             self._state.notify_all()
-
-
-def _copy_fetched(chunk: _Chunk, into: memoryview) -> bool:
-    """Take the chunk's parameters from the group's fetched copy, where there is one; False where there is none.
-
-    The copy holds the current generation as the store does, until the step's end. It may be evicted at any moment: the
-    tensor taken here keeps its memory from being reused until the values are out.
-    """
-    segment = chunk.job.segment
-    flat = segment.flat
-    if flat is None or segment.device is not None or segment.in_place:
-        return False
-    values = segment.shard_of(flat)[chunk.begin : chunk.end]
-    _copy(torch.frombuffer(into, dtype=segment.dtype), values)
-    return True
-
-
-def _renew_copy(chunk: _Chunk, new: memoryview) -> bool:
-    """Write the chunk's new parameters into the group's fetched copy; False where that has gone.
-
-    It may be evicted at any moment, and even be fetched again, with the old values, which must stay: hence the job's own
-    reference, which dies with the copy it was given.
-    """
-    job, segment = chunk.job, chunk.job.segment
-    flat = job.copy() if job.copy is not None else None
-    if flat is None:
-        return False
-    values = torch.frombuffer(new, dtype=segment.dtype, count=chunk.end - chunk.begin)
-    _copy(segment.shard_of(flat)[chunk.begin : chunk.end], values)
-    return True
-
-
-def _copy(target: torch.Tensor, values: torch.Tensor) -> None:
-    """Not by torch, which would share it out to the threads that belong to the passes. Both are contiguous."""
-    ctypes.memmove(target.data_ptr(), values.data_ptr(), values.nbytes)
 
 
 def _settle(*flights: deque[_InFlight]) -> None:

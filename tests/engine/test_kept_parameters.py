@@ -1,5 +1,6 @@
 """Parameters whose fetched copies an update renewed are not read again: exact bytes, the same numbers, and no stale ones."""
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,20 @@ def step(engine: TrainingEngine, index: int = 0) -> float:
     return float(loss.detach())
 
 
+def bytes_read(engine: TrainingEngine) -> int:
+    """So far, with the optimizer state that is read ahead for the next step."""
+    updater, io = engine.runtime.updater, engine.runtime.io
+    assert io is not None
+    trained = sum(segment.trainable for segment in engine.runtime.segments)
+    expected, until = min(len(updater.staging), trained), time.monotonic() + 20
+    while len(updater._ahead) < expected or not all(
+        handle.done() for early in tuple(updater._ahead._waiting) for handle in early.handles
+    ):
+        assert time.monotonic() < until, "nothing is read ahead"
+        time.sleep(0.001)
+    return io.stats().bytes_read
+
+
 def config(folder: Path, window: int, **changes: Any) -> dict[str, Any]:
     """A window of so many blocks; nothing is fetched ahead, so that every byte is read in the step that uses it."""
     tiers = {"device_bytes": window * PAGES, "host_bytes": 4_000_000, "lookahead": 0, "overlap_update": False}
@@ -54,15 +69,17 @@ def test_a_step_reads_exactly_what_its_window_does_not_keep(window: int, tmp_pat
     blocks = 6
     torch.manual_seed(0)
     with initialize(Chain(blocks), config=config(tmp_path, window))[0] as engine:
-        for index in range(4):
+        step(engine)
+        before = bytes_read(engine)
+        for index in range(3):
             step(engine, index)
-            moved = engine.metrics().link_bytes
+            now = bytes_read(engine)
             if index:
                 fetched = 2 * (blocks - window)
                 # The update reads the remainder (2 bytes) and both moments (8), and parameters that are not in the window.
                 updated = blocks * 5 + (blocks - window)
-                assert moved["nvme->host"] == (fetched + updated) * PAGES
-            assert moved["host->nvme"] >= blocks * 6 * PAGES, "and checksums"
+                assert now - before == (fetched + updated) * PAGES
+            before = now
 
 
 @pytest.mark.parametrize("clip", [0.0, 0.05])
@@ -83,8 +100,9 @@ def test_a_kept_copy_is_out_of_reach_between_two_steps(tmp_path: Path) -> None:
         assert bool(torch.isnan(weight).all())
         with pytest.raises(RuntimeError), torch.no_grad():
             weight.mul_(2)
+        before = bytes_read(engine)
         step(engine)
-        assert engine.metrics().link_bytes["nvme->host"] == 3 * 5 * PAGES, "all of them were kept"
+        assert bytes_read(engine) - before == 3 * 5 * PAGES, "all of them were kept"
 
 
 @pytest.mark.parametrize("how", ["set_full", "gathered", "load_checkpoint"])
@@ -139,14 +157,15 @@ def test_a_skipped_step_keeps_copies_and_trace(tmp_path: Path) -> None:
     with initialize(Chain(4), config=config(tmp_path, 2, bf16=bf16))[0] as engine:
         for index in range(3):
             step(engine, index)
+        before = bytes_read(engine)
         engine.backward(engine(batch_of(3)) * float("inf"))
         engine.step()
         assert not engine.was_step_applied()
-        assert engine.metrics().link_bytes["nvme->host"] == 2 * 2 * PAGES
+        assert bytes_read(engine) - before == 2 * 2 * PAGES
         engine.backward(engine(batch_of(3)))
         assert not engine.runtime.executor.trace.deviant
         engine.step()
-        assert engine.metrics().link_bytes["nvme->host"] == (2 * 2 + 4 * 5 + 2) * PAGES
+        assert bytes_read(engine) - before == (2 * 2 + 2 * 2 + 4 * 5 + 2) * PAGES
 
 
 def test_frozen_groups_are_kept_although_others_are_trained(tmp_path: Path) -> None:
@@ -155,7 +174,9 @@ def test_frozen_groups_are_kept_although_others_are_trained(tmp_path: Path) -> N
     for block in model.blocks[:2]:
         block.weight.requires_grad_(False)
     with initialize(model, config=config(tmp_path, 4))[0] as engine:
-        for index in range(3):
+        for index in range(2):
             step(engine, index)
-        assert engine.metrics().link_bytes["nvme->host"] == 2 * 5 * PAGES
+        before = bytes_read(engine)
+        step(engine)
+        assert bytes_read(engine) - before == 2 * 5 * PAGES
         assert get_full(model.blocks[0].weight) is not None

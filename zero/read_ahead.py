@@ -1,0 +1,149 @@
+"""Optimizer state that is read before its gradient is there: the first sub-groups of a step's update wait in their buffers.
+
+[Note: reading ahead] Between two updates the buffers are empty and the disk is often idle. So once a step is committed the
+sub-groups that its update began with are read again, from the generation that is current now, for the next one, which as a rule
+takes the same order. Parameters are left out: they may be copied from memory when their turn comes. What was read counts only
+for the very sub-group, planes and generation that the update then asks for; else it is dropped and read as usual.
+"""
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from lamina.aio_native import Priority
+from lamina.tiers import Block, GenerationStore, Plane, TransferHandle
+
+from .partition import round_up
+from .segment import Segment
+
+STAGING_ALIGN = 4096
+
+
+@dataclass(frozen=True, kw_only=True)
+class Expected:
+    """Segments in the order in which their updates will probably come."""
+
+    order: tuple[Segment, ...]
+
+
+@dataclass(kw_only=True)
+class Early:
+    """Elements [begin, end) of a shard on their way into a buffer; ``offsets`` of all planes that the buffer is to hold."""
+
+    segment: Segment
+    begin: int
+    end: int
+    staging: Block
+    offsets: dict[Plane, int]
+    handles: list[TransferHandle]
+    generation: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of what is read."""
+        planes = (spec for spec in self.segment.stored_planes if spec.plane is not Plane.PARAM)
+        return (self.end - self.begin) * sum(spec.itemsize for spec in planes)
+
+
+class ReadAhead:
+    """The buffers that hold, or are being filled with, what is expected. Used by the update thread only."""
+
+    def __init__(self, store: GenerationStore | None, sub_group_numel: int) -> None:
+        self._store = store
+        self._sub_group_numel = sub_group_numel
+        self._waiting: deque[Early] = deque()
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def begin(self, order: Sequence[Segment], free: deque[Block]) -> None:
+        """Begin to fill the free buffers with the first sub-groups of these segments."""
+        generation = self._generation()
+        if generation is None:
+            return
+        for segment, begin, end in _sub_groups(order, self._sub_group_numel):
+            if not free:
+                return
+            staging, offsets = free.popleft(), buffer_offsets(segment, end - begin)
+            # After everything else: nothing waits for it yet.
+            handles = start_reads(self._store, segment, begin, end, staging, offsets, priority=Priority.WRITE_BACK)
+            self._waiting.append(
+                Early(
+                    segment=segment,
+                    begin=begin,
+                    end=end,
+                    staging=staging,
+                    offsets=offsets,
+                    handles=handles,
+                    generation=generation,
+                )
+            )
+
+    def take(self, segment: Segment, begin: int, end: int, offsets: dict[Plane, int]) -> Early | None:
+        """What was read ahead for this sub-group; None where that is not what comes next."""
+        first = self._waiting[0] if self._waiting else None
+        if first is None or first.segment is not segment or (first.begin, first.end) != (begin, end):
+            return None
+        if first.offsets != offsets or first.generation != self._generation():
+            return None
+        return self._waiting.popleft()
+
+    def forget(self) -> Iterator[Block]:
+        """Drop everything; the buffers, once nothing touches them."""
+        while self._waiting:
+            early = self._waiting.popleft()
+            for handle in early.handles:
+                try:
+                    handle.wait()
+                except (OSError, RuntimeError):
+                    continue  # nobody asked for it yet: whoever does reads it again and is told
+            yield early.staging
+
+    def _generation(self) -> int | None:
+        current = self._store.current if self._store is not None else None
+        return current.id if current is not None else None
+
+
+def buffer_offsets(segment: Segment, numel: int, *, from_store: bool = False) -> dict[Plane, int]:
+    """Byte offset in an update buffer of every plane that passes through it. ``from_store``: parameters do although they are at
+    home in memory."""
+    offsets, offset = {}, 0
+    for spec in segment.stored_planes:
+        if spec.plane is Plane.PARAM and segment.home is not None and not from_store:
+            continue
+        offsets[spec.plane] = offset
+        offset += round_up(numel * spec.itemsize, STAGING_ALIGN)
+    return offsets
+
+
+def start_reads(
+    store: GenerationStore | None,
+    segment: Segment,
+    begin: int,
+    end: int,
+    staging: Block,
+    offsets: dict[Plane, int],
+    *,
+    priority: Priority,
+) -> list[TransferHandle]:
+    """Begin to read elements [begin, end) of every plane but the parameters."""
+    if store is None:
+        return []
+    return [
+        store.read(
+            segment.name,
+            spec.plane,
+            staging.view[offsets[spec.plane] : offsets[spec.plane] + (end - begin) * spec.itemsize],
+            offset=(begin - segment.kept) * spec.itemsize,
+            priority=priority,
+        )
+        for spec in segment.stored_planes
+        if spec.plane is not Plane.PARAM
+    ]
+
+
+def _sub_groups(order: Sequence[Segment], numel: int) -> Iterator[tuple[Segment, int, int]]:
+    for segment in order:
+        if segment.stored_planes:
+            for begin in range(segment.numel_in_place, segment.layout.shard_numel, numel):
+                yield segment, begin, min(begin + numel, segment.layout.shard_numel)
