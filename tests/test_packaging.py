@@ -1,6 +1,5 @@
 """Every package folder is in the wheel, and nothing that does not belong there."""
 
-import os
 import subprocess
 import sys
 import tomllib
@@ -39,13 +38,9 @@ def test_wheel_holds_every_source_and_extension(tmp_path: Path) -> None:
         if (ROOT / name).is_file():
             (source / name).parent.mkdir(parents=True, exist_ok=True)
             (source / name).write_bytes((ROOT / name).read_bytes())
-    # What is compiled is not run: the last -O counts.
-    compiler = tmp_path / "cc"
-    compiler.write_text('#!/bin/sh\nexec cc "$@" -O0\n')
-    compiler.chmod(0o755)
     subprocess.run(
         [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path)],
-        cwd=source, capture_output=True, text=True, check=True, env=os.environ | {"CC": str(compiler)},
+        cwd=source, capture_output=True, text=True, check=True,
     )  # fmt: skip
     (wheel,) = tmp_path.glob("*.whl")
     assert "-cp311-abi3-" in wheel.name
