@@ -285,7 +285,10 @@ def _planes_of(edit: Edit) -> Iterator[tuple[Plane, torch.Tensor]]:
 
 
 def _store(runtime: "ZeroRuntime", edits: Sequence[tuple[Place, Plane, torch.Tensor]]) -> None:
-    """Write edited planes into a new generation, everything else carried over, and commit it for the same step."""
+    """Write edited planes into a new generation, everything else carried over, and commit it for the same step.
+
+    Frozen planes lie in files of their own, which no transaction writes twice: an edit of one makes new ones of all.
+    """
     store = runtime.store
     if store is None or store.current is None:
         raise RuntimeError("there is no store to write to")
@@ -295,13 +298,17 @@ def _store(runtime: "ZeroRuntime", edits: Sequence[tuple[Place, Plane, torch.Ten
         )
     runtime.executor.invalidate()
     current = store.current
-    transaction = store.begin()
+    frozen_too = any(not place.segment.trainable for place, _, _ in edits)
+    planes: dict[tuple[Segment, Plane], list[tuple[Place, torch.Tensor]]] = {}
+    if frozen_too:
+        frozen = [segment for segment in runtime.segments if not segment.trainable]
+        planes = {(segment, spec.plane): [] for segment in frozen for spec in segment.stored_planes}
+    for place, plane, values in edits:
+        planes.setdefault((place.segment, plane), []).append((place, values))
+    transaction = store.begin(replace_frozen=frozen_too)
     try:
-        planes: dict[tuple[str, Plane], list[tuple[Place, torch.Tensor]]] = {}
-        for place, plane, values in edits:
-            planes.setdefault((place.segment.name, plane), []).append((place, values))
-        for (_, plane), members in planes.items():
-            _rewrite_plane(runtime, transaction, plane, members)
+        for (segment, plane), members in planes.items():
+            _rewrite_plane(runtime, transaction, segment, plane, members)
         transaction.copy_rest()
         transaction.commit(current.step, current.meta)
     except BaseException:
@@ -310,10 +317,13 @@ def _store(runtime: "ZeroRuntime", edits: Sequence[tuple[Place, Plane, torch.Ten
 
 
 def _rewrite_plane(
-    runtime: "ZeroRuntime", transaction: Transaction, plane: Plane, members: Sequence[tuple[Place, torch.Tensor]]
+    runtime: "ZeroRuntime",
+    transaction: Transaction,
+    segment: Segment,
+    plane: Plane,
+    members: Sequence[tuple[Place, torch.Tensor]],
 ) -> None:
     """Read what the store has of a segment's plane, put the new values in, write it."""
-    segment = members[0][0].segment
     kept, numel = segment.kept, segment.layout.shard_numel
     flat = read_elements(segment, plane, kept, numel, runtime.store, committed=True)
     for place, values in members:

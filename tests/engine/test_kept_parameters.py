@@ -180,3 +180,31 @@ def test_frozen_groups_are_kept_although_others_are_trained(tmp_path: Path) -> N
         step(engine)
         assert bytes_read(engine) - before == 2 * 5 * PAGES
         assert get_full(model.blocks[0].weight) is not None
+
+
+def test_a_frozen_parameter_on_nvme_can_be_edited_and_a_checkpoint_keeps_the_edit(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Chain(4)
+    for block in model.blocks[:2]:
+        block.weight.requires_grad_(False)
+    first, second = (block.weight for block in model.blocks[:2])
+    with initialize(model, config=config(tmp_path, 4))[0] as engine:
+        step(engine)
+        engine.save_checkpoint(tmp_path / "saved", tag="before")
+        old, beside = get_full(first), get_full(second)
+        assert old is not None
+        assert beside is not None
+        with GatheredParameters(first, modifier_rank=0), torch.no_grad():
+            first.mul_(2)
+        step(engine)
+        assert torch.equal(get_full(first), old * 2)  # type: ignore[arg-type]
+        assert torch.equal(get_full(second), beside)  # type: ignore[arg-type]
+        engine.save_checkpoint(tmp_path / "saved", tag="after")
+        loss = step(engine)
+        set_full(first, "param", old * 3)
+        assert step(engine) != loss
+        engine.load_checkpoint(tmp_path / "saved", tag="after")
+        assert torch.equal(get_full(first), old * 2)  # type: ignore[arg-type]
+        assert step(engine) == loss
+        engine.load_checkpoint(tmp_path / "saved", tag="before")
+        assert torch.equal(get_full(first), old)  # type: ignore[arg-type]
