@@ -344,8 +344,9 @@ def GatheredParameters(
 ) -> Iterator[None]:
     """Whole parameters inside the block, wherever they live; edits are kept when ``modifier_rank`` names a rank.
 
-    Raises RuntimeError at the end of the block when a parameter was changed and there is no modifier: an edit is kept
-    or refused, never lost.
+    What that rank has at the end of the block counts on all ranks, whether they made the same edit or none; the end is then
+    collective. Raises ValueError for a rank that is not there, and RuntimeError at the end of the block when a parameter was
+    changed and there is no modifier: an edit is kept or refused, never lost.
     """
     if isinstance(parameters, nn.Module):
         listed = list(parameters.parameters())
@@ -354,6 +355,8 @@ def GatheredParameters(
     else:
         listed = list(parameters)
     places = [owner_of(parameter) for parameter in listed]
+    if modifier_rank is not None:
+        _require_rank(modifier_rank, places)
     before: list[torch.Tensor] = []
     for parameter, place in zip(listed, places, strict=True):
         values = _read_plane(place, Plane.PARAM)
@@ -362,22 +365,37 @@ def GatheredParameters(
         _gathered[parameter] = True
     try:
         yield
-        edits = [
-            Edit(place, Plane.PARAM, parameter.detach().clone())
-            for parameter, place, values in zip(listed, places, before, strict=True)
-            if not _same_bits(parameter.detach(), values)
-        ]
+        after = [parameter.detach().clone() for parameter in listed]
     finally:
         for parameter, place in zip(listed, places, strict=True):
             _gathered.pop(parameter, None)  # type: ignore[no-untyped-call]
             _rebind(parameter, place)
-    if edits and modifier_rank is None:
-        changed = ", ".join(edit.place.slot.name for edit in edits)
+    changed = [not _same_bits(new, old) for new, old in zip(after, before, strict=True)]
+    if modifier_rank is not None:
+        _apply(list(_edits_of(modifier_rank, places, after, changed)))
+    elif any(changed):
+        names = ", ".join(place.slot.name for place, flag in zip(places, changed, strict=True) if flag)
         raise RuntimeError(
-            f"changed inside GatheredParameters without a writer: {changed}. Pass modifier_rank=0 to keep edits"
+            f"changed inside GatheredParameters without a writer: {names}. Pass modifier_rank=0 to keep edits"
         )
-    if edits:
-        _apply(edits)
+
+
+def _require_rank(rank: int, places: Sequence[Place]) -> None:
+    for world_size in {place.runtime.ranks.world_size for place in places}:
+        if not 0 <= rank < world_size:
+            raise ValueError(f"modifier_rank is {rank}: want a rank from 0 to {world_size - 1}, or None to read only")
+
+
+def _edits_of(
+    rank: int, places: Sequence[Place], values: Sequence[torch.Tensor], changed: Sequence[bool]
+) -> Iterator[Edit]:
+    """What was changed on any rank, with the values that ``rank`` has. Collective."""
+    for place, new, flag in zip(places, values, changed, strict=True):
+        ranks = place.runtime.ranks
+        (wanted,) = ranks.union([flag], "agreeing on what was edited in GatheredParameters")
+        if wanted:
+            ranks.broadcast(new, source=rank)
+            yield Edit(place, Plane.PARAM, new)
 
 
 def _same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:

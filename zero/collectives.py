@@ -133,12 +133,12 @@ class Ranks:
                 f"rank has ended, or makes other calls: all ranks must use the same modules in the same order ({error})"
             ) from error
 
-    def broadcast(self, tensor: torch.Tensor) -> None:
-        """Rank 0's values for everybody."""
+    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
+        """The values of rank ``source`` for everybody."""
         if self.world_size > 1 and tensor.numel():
             began = time.perf_counter()
             there = tensor.contiguous().to(self.device)
-            dist.broadcast(there, 0, group=self.gather_group)
+            dist.broadcast(there, source, group=self.gather_group)
             tensor.copy_(there)
             self._account(began, tensor)
 
