@@ -154,7 +154,9 @@ class TrainingEngine(EnginePersistence, EngineFace):
         succeeded = False
         try:
             with self.runtime.forward_context():
-                scaled.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+                # The edge, not the tensor: as a torch function, backward would take the modes that watch those off meanwhile.
+                edges = (torch.autograd.graph.get_gradient_edge(scaled),)
+                torch.autograd.backward(edges, (torch.ones_like(scaled),), retain_graph=retain_graph)
             succeeded = True
         finally:
             self.runtime.end_backward(succeeded=succeeded)

@@ -35,7 +35,7 @@ class FetchOnUse(TorchFunctionMode):
             return func(*args, **kwargs)
         groups = {
             group
-            for value in _flatten((*args, *kwargs.values()))
+            for value in flatten((*args, *kwargs.values()))
             if isinstance(value, nn.Parameter) and (group := self._group_of.get(id(value))) is not None
         }
         if not groups:
@@ -68,9 +68,10 @@ class FetchOnUse(TorchFunctionMode):
             self._executor.unpin(group)
 
 
-def _flatten(values: Sequence[Any]) -> Iterator[Any]:
+def flatten(values: Sequence[Any]) -> Iterator[Any]:
+    """The values, and those in lists and tuples among them."""
     for value in values:
         if isinstance(value, list | tuple):
-            yield from _flatten(value)
+            yield from flatten(value)
         else:
             yield value

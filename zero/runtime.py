@@ -4,7 +4,8 @@ Read on in residence.py for where state lives and how it comes there, in early_u
 backward pass, in migration.py for changes of homes while training.
 """
 
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from lamina.tiers import Executor, Placement, Spans
 from lamina.tiers.lookahead import Pace
 
 from .access import claim, disclaim
+from .ahead import AheadOfStep
 from .bucket_room import BucketRoom
 from .choosing import Decision
 from .client_optimizer import ClientOptimizer
@@ -95,6 +97,9 @@ class ZeroRuntime:
             watch_in_place=any(segment.in_place for segment in self.early_segments),
         )
         self._closing.callback(self.state.remove)
+        self.ahead = AheadOfStep(self.module, self._started_early)
+        self._closing.callback(self.ahead.remove)
+        self._watch_early()
         self._recompute_blocks()
         claim(self)
         self._closing.callback(disclaim, self)
@@ -229,14 +234,25 @@ class ZeroRuntime:
             self.collector.update_early(self.early_segments)
         self.executor.homes_changed()
         self.state.homes_changed(watch_in_place=any(segment.in_place for segment in self.early_segments))
+        self._watch_early()
+
+    def _watch_early(self) -> None:
+        """Refuse the use of parameters once they are updated early: where that changes what compute uses, or ranks may differ."""
+        several = self.ranks.world_size > 1
+        self.ahead.watch([s for s in self.early_segments if several or s.updated_where_used])
+
+    def _started_early(self, segment: Segment) -> bool:
+        return self.optimizer is not None and self.optimizer.started_early(segment)
 
     # -- the life of a step --------------------------------------------------------------------------------------------
 
-    def forward_context(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def forward_context(self) -> Iterator[None]:
         """Around every forward and backward pass.
 
         Raises RuntimeError for a forward pass between ``backward()`` and ``step()`` when parameters that compute uses
         were already updated; on several ranks, which refuse alike, when they may have been.
+        In a backward pass, what is run again with parameters that were already updated raises it; see ahead.py.
         """
         if not self._in_backward and self._may_be_ahead and self.optimizer is not None:
             several, started = self.ranks.world_size > 1, self.optimizer.started_early
@@ -246,7 +262,8 @@ class ZeroRuntime:
                     f"forward between backward() and step(): {', '.join(ahead[:3])}{', …' if len(ahead) > 3 else ''} already "
                     f"have the coming step's values. Call step() first, or write tiers.overlap_update: false"
                 )
-        return self.state.forward()
+        with self.state.forward(), self.ahead.uses() if self._in_backward and self._may_be_ahead else nullcontext():
+            yield
 
     def begin_backward(self, *, last_of_window: bool, root: torch.Tensor | None = None) -> None:
         """``root``: what ``backward`` is going to be called on; without it updates do not start early."""

@@ -119,6 +119,23 @@ def two_losses(engine: TrainingEngine, index: int) -> None:
     engine.step()
 
 
+def second_loss(engine: TrainingEngine, index: int) -> None:
+    """The second loss would run blocks again after their update has started: every rank refuses, and goes on."""
+    losses = [engine(*micro_batch(engine, 2 * index + part)) for part in range(2)]
+    engine.backward(losses[0])
+    refused = False
+    try:
+        engine.backward(losses[1])
+    except RuntimeError as error:
+        refused = "used again before step()" in str(error)
+        if not refused:
+            raise
+    if refused != bool(engine.runtime.early_segments):
+        raise AssertionError(f"refused: {refused}")
+    engine.zero_grad()
+    plain(engine, index)
+
+
 def with_errors(engine: TrainingEngine, index: int) -> None:
     """In the middle of the backward pass every rank fails, and goes on without the window."""
     handle = engine.module.blocks[0].register_full_backward_pre_hook(fail)
@@ -174,6 +191,7 @@ def cases(folder: str) -> dict[str, tuple[dict[str, Any], Callable[..., nn.Modul
         found[f"shared, {name}"] = settings(**place), Shared, plain
         found[f"checkpointed, {name}"] = settings(**place), Checkpointed, plain
         found[f"checkpointed anew, {name}"] = settings(**place), CheckpointedAnew, plain
+        found[f"second loss, {name}"] = settings(**place), CheckpointedAnew, second_loss
         recomputed = place | {"tiers": place["tiers"] | {"activations": "host"}}
         found[f"recomputed, {name}"] = settings(**recomputed), Shared, plain
     clipped = settings(**everywhere["nvme"])

@@ -140,3 +140,98 @@ def test_parameters_stay_old_for_a_block_that_is_run_again(param: str, tmp_path:
         config = settings(**on_nvme(tmp_path, param=param, overlap_update=overlap))
         outcomes.append(train_with_engine(config, model=CheckpointedTwice(), steps=3))
     assert list(differences(*outcomes)) == []
+
+
+class Checkpointed(SmallModel):
+    """Every block is run again in the backward pass by torch's means; the head's weight is used outside of its module."""
+
+    def __init__(self, *, reentrant: bool) -> None:
+        super().__init__(tied=False)
+        self.reentrant = reentrant
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.reentrant)
+        return checkpoint(self.loss, x, targets, use_reentrant=self.reentrant)
+
+    def loss(self, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(F.linear(x, self.head.weight).flatten(0, 1).float(), targets.flatten())
+
+
+class OnlyHead(Checkpointed):
+    """Checkpoints what calls no module."""
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens).requires_grad_()
+        return checkpoint(self.loss, x, targets, use_reentrant=self.reentrant)
+
+
+SECOND_LOSS = pytest.mark.parametrize(
+    ("kind", "reentrant", "bf16"),
+    [(Checkpointed, False, False), (Checkpointed, True, True), (OnlyHead, False, True)],
+)
+
+
+def two_losses(
+    config: dict[str, Any], kind: type[Checkpointed], *, reentrant: bool, own: bool = False
+) -> list[torch.Tensor]:
+    """Masters after two steps on two losses that share no graph."""
+    torch.manual_seed(0)
+    model = kind(reentrant=reentrant)
+    with initialize(model, config=config)[0] as engine:
+        for step in range(2):
+            first, second = (engine(*batch(2 * step + part)) for part in range(2))
+            engine.backward(first)
+            engine.runtime.updater.drain()
+            if own:
+                second.backward()
+            engine.backward(second)
+            engine.step()
+        return [master for p in model.parameters() if (master := get_full(p, "master")) is not None]
+
+
+@SECOND_LOSS
+@pytest.mark.parametrize("param", ["none", "cpu"])
+def test_a_second_loss_that_would_run_blocks_again_with_new_parameters_is_refused(
+    param: str, kind: type[Checkpointed], reentrant: bool, bf16: bool, tmp_path: Path
+) -> None:
+    config = settings(bf16={"enabled": bf16}, **on_nvme(tmp_path, param=param))
+    with pytest.raises(RuntimeError, match=r"used again before step\(\).*overlap_update: false"):
+        two_losses(config, kind, reentrant=reentrant)
+    # What is refused is the use: the same loops go through where updates wait.
+    config["tiers"]["overlap_update"] = False
+    two_losses(config, kind, reentrant=reentrant)
+
+
+def test_a_backward_pass_of_ones_own_that_would_run_blocks_again_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match=r"used again before step\(\).*overlap_update: false"):
+        two_losses(settings(**on_nvme(tmp_path, param="none")), Checkpointed, reentrant=True, own=True)
+
+
+def test_training_goes_on_once_the_refused_window_is_dropped(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Checkpointed(reentrant=False)
+    with initialize(model, config=settings(**on_nvme(tmp_path, param="none")))[0] as engine:
+        first, second = (engine(*batch(part)) for part in range(2))
+        engine.backward(first)
+        with pytest.raises(RuntimeError, match="used again"):
+            engine.backward(second)
+        engine.zero_grad()
+        again = engine(*batch(0))
+        assert again.item() == first.item()
+        engine.backward(again)
+        engine.step()
+
+
+@SECOND_LOSS
+def test_a_second_loss_runs_blocks_again_with_old_parameters_where_they_are_fetched(
+    kind: type[Checkpointed], reentrant: bool, bf16: bool, tmp_path: Path
+) -> None:
+    outcomes = [
+        two_losses(
+            settings(bf16={"enabled": bf16}, **on_nvme(tmp_path, overlap_update=overlap)), kind, reentrant=reentrant
+        )
+        for overlap in ("auto", False)
+    ]
+    assert list(differences(([], outcomes[0]), ([], outcomes[1]))) == []
