@@ -54,6 +54,9 @@ def fit_groups(
             persistence_threshold=options.persistence_threshold,
             persistent_numel=options.persistent_numel,
         )
+        for group in groups:
+            for segment in group.segments:
+                segment.client = options.client is not None
         question = PlacementQuestion(
             segments=tuple(
                 segment_size(segment, options, ranks, own_state) for group in groups for segment in group.segments

@@ -43,8 +43,6 @@ class Residence:
         self.sizes = question.segments
         self.segments = [segment for group in self.groups for segment in group.segments]
         for segment in self.segments:
-            segment.client = options.client is not None
-        for segment in self.segments:
             self.settle(segment, self.placement.homes[segment.name])
         self._check_memory()
         self.device = self._arena(Tier.DEVICE, options.budgets.device_bytes, self.placement.device_bytes)

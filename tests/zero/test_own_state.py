@@ -139,6 +139,16 @@ def test_the_item_is_what_the_optimizer_then_keeps(name: str, precision: str) ->
         assert items(engine).get(OWN_GRADIENTS, 0) == (4 * numel if precision == "bf16" else 0)
 
 
+@pytest.mark.parametrize(("precision", "itemsize"), [("fp32", 0), ("bf16", 4)])
+def test_no_room_is_set_aside_for_the_state_that_lamina_s_own_adam_would_have(precision: str, itemsize: int) -> None:
+    with start(CLASSES["SGD"], precision=precision) as engine:
+        sizes = engine.runtime.residence.sizes
+        assert [size.state_itemsizes for size in sizes] == [(itemsize,) if itemsize else ()] * len(sizes)
+        numel = sum(segment.layout.shard_numel for segment in engine.runtime.segments)
+        state = engine.plan.placement["tiers"]["device"]["items"].get("optimizer state", 0)
+        assert itemsize * numel <= state <= itemsize * numel + 4096 * len(sizes) * bool(itemsize)
+
+
 def test_the_budget_holds_it_or_initialize_refuses_with_the_sum() -> None:
     with start(CLASSES["SGD momentum"]) as engine:
         own, needed = items(engine)[OWN_STATE], sum(items(engine).values())
