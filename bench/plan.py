@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from lamina.bench.given_path import check_target
 from lamina.bench.plan_machine import find_machine
 from lamina.bench.plan_report import print_comparison, print_conventions, print_explanation, print_plan
 from lamina.bench.report import Reporter
@@ -132,6 +133,11 @@ def main(argv: Sequence[str]) -> int:
         emit_config(item)
     if given.timeline is not None and (item is None or not item.fits):
         raise PlanError(f"--timeline: there is no step to draw, {answer.reason}")
+    if given.timeline is not None:
+        from lamina.bench.timeline import require_drawable
+
+        check_target("--timeline", given.timeline)
+        require_drawable(given.timeline)
     print_plan(report, answer)
     if given.convention:
         print_conventions(report, answer, given.convention)

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from lamina.bench.timeline import draw, read_step, require_matplotlib
+from lamina.bench.timeline import draw, read_step, require_drawable
 from lamina.engine.planner import Option
 from lamina.engine.planner.case import Case
 from lamina.engine.planner.quantity import GB
@@ -66,7 +66,7 @@ def write_timeline(item: Option, path: Path) -> str:
     """Picture of an option's simulated step, and beside it the Chrome trace (.json); a sentence that says so.
 
     Raises TimelineError without matplotlib."""
-    require_matplotlib()
+    require_drawable(path)
     done = simulated(item)
     trace = path.with_suffix(".json")
     done.spans.write(trace)

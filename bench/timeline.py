@@ -115,10 +115,16 @@ def in_order(names: Iterable[str]) -> list[str]:
     return [*(name for name in COLOURS if name in there), *(name for name in there if name not in COLOURS)]
 
 
-def require_matplotlib() -> None:
-    """Raises TimelineError without it: before anything is computed that only a picture would show."""
+def require_drawable(path: Path) -> None:
+    """Raises TimelineError without matplotlib, or for a suffix that it does not draw: before anything is computed that only a
+    picture would show."""
     if importlib.util.find_spec("matplotlib") is None:
         raise TimelineError("a timeline wants matplotlib: pip install 'lamina[plot]'")
+    from matplotlib.backend_bases import FigureCanvasBase  # an extra, and slow to import
+
+    formats = FigureCanvasBase.get_supported_filetypes()
+    if path.suffix and path.suffix[1:].lower() not in formats:
+        raise TimelineError(f"{path}: no picture is drawn as {path.suffix}; write .png, or one of {', '.join(formats)}")
 
 
 def draw(pictures: Sequence[StepPicture], path: Path) -> None:
@@ -126,7 +132,7 @@ def draw(pictures: Sequence[StepPicture], path: Path) -> None:
 
     Raises TimelineError without matplotlib or for a suffix that it does not know, OSError.
     """
-    require_matplotlib()
+    require_drawable(path)
     # An extra, and slow to import: only a picture needs it.
     from matplotlib.figure import Figure
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lamina.bench.report import Reporter, format_seconds
-from lamina.bench.timeline import draw, in_order, read_step, require_matplotlib
+from lamina.bench.timeline import draw, in_order, read_step, require_drawable
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -28,7 +28,7 @@ def main(arguments: Sequence[str]) -> int:
     given = parse(arguments)
     report = Reporter(as_json=given.json)
     if given.png is not None:
-        require_matplotlib()
+        require_drawable(given.png)
     pictures = [read_step(path, step=given.step) for path in given.trace]
     lanes = in_order(lane for picture in pictures for lane in picture.lanes)
     for path, picture in zip(given.trace, pictures, strict=True):

@@ -24,7 +24,7 @@ from lamina.bench.interrupt import Interrupt
 from lamina.bench.reference import PlainTrainer, train_plain
 from lamina.bench.report import Reporter, format_seconds, process_memory, reset_peak_memory
 from lamina.bench.state_folder import StateFolder, why_not_writable
-from lamina.bench.timeline import draw, read_step, require_matplotlib
+from lamina.bench.timeline import draw, read_step, require_drawable
 from lamina.bench.train_args import TrainingRun, parse
 from lamina.bench.train_report import (
     Outcome,
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str]) -> int:
     if options.compare:
         refuse_comparison(run)
     if options.timeline is not None:
-        require_matplotlib()
+        require_drawable(Path(options.timeline))
         check_writable(Path(options.timeline), option="--timeline")
     if options.trace is not None:
         check_writable(Path(options.trace), option="--trace")

@@ -120,6 +120,26 @@ def test_without_matplotlib_nothing_is_trained_and_the_extra_is_named(
     assert main(["timeline", str(trace)]) == 0  # the table does without
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["train", "--size", "tiny", "--steps", "1"],
+        ["plan", "gpt2", "--machine", "rtx4090"],
+    ],
+)
+@pytest.mark.parametrize("file", ["run.json", "run.txt", "missing/run.png"])
+def test_a_picture_that_cannot_be_written_is_refused_before_anything_is_computed(
+    command: list[str], file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    assert main([*command, "--timeline", file]) == 2
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert file in told.err
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_every_picture_has_the_same_lanes_in_the_same_colours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
     from matplotlib.colors import to_hex
