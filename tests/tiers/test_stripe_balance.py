@@ -3,6 +3,7 @@
 import contextlib
 import os
 import random
+import re
 import statistics
 import subprocess
 import tempfile
@@ -141,10 +142,15 @@ def test_shares_follow_a_disk_that_is_throttled_in_mid_run(
         assert engine.plan.as_dict()["stripes"][str(slow)] == pytest.approx(0.2, abs=0.01)
         told = str(engine.plan)
     assert losses == untouched
-    assert notes == [
-        f"the disks' rates ask for other stripes (20.0% on {slow}, 80.0% on {slow.parent / 'b'}): "
-        "the coming generations are laid out so"
-    ]
+    assert len(notes) == 1
+    asked = re.fullmatch(
+        rf"the disks' rates ask for other stripes \((.*)% on {re.escape(str(slow))}, (.*)% on {re.escape(str(slow.parent / 'b'))}\): "
+        "the coming generations are laid out so",
+        notes[0],
+    )
+    assert asked is not None, notes[0]
+    # What is read ahead counts to the step in which it arrives, so the figures differ a little from run to run.
+    assert [float(share) for share in asked.groups()] == pytest.approx([20.0, 80.0], abs=1.0)
     assert notes[0] in told
 
 
