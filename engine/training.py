@@ -155,8 +155,9 @@ class TrainingEngine(EnginePersistence, EngineFace):
         try:
             with self.runtime.forward_context():
                 # The edge, not the tensor: as a torch function, backward would take the modes that watch those off meanwhile.
+                # Without a gradient, which is one then: to compare the shape of a given one torch would load a whole algebra.
                 edges = (torch.autograd.graph.get_gradient_edge(scaled),)
-                torch.autograd.backward(edges, (torch.ones_like(scaled),), retain_graph=retain_graph)
+                torch.autograd.backward(edges, retain_graph=retain_graph)
             succeeded = True
         finally:
             self.runtime.end_backward(succeeded=succeeded)
