@@ -114,7 +114,6 @@ class CPUAdam(PlainOptimizer):
             with torch.enable_grad():
                 loss = closure()
         kernels, slots = self._live_kernels(), self._slots
-        # kernels.rouse() is not called: torch's threads may still spin on the cores. That it harms them is suspected, not shown.
         options = [_checked_options(index, group) for index, group in enumerate(self.param_groups)]
         slots.look(self.param_groups, self.state)
         slots.set_scalars(options, grad_multiplier)

@@ -99,11 +99,6 @@ class Kernels:
         """All the updates of a batch in one call: many small planes cost little more than one large one."""
         self._raise(lib.lk_adam(self._live(), batch.args, len(batch)))
 
-    def rouse(self, batch: AdamBatch) -> None:
-        """Says that adam_batch(batch), or much the same one, follows within a millisecond: threads that it will want wake up
-        meanwhile, where they sleep, which takes 50 to 100 us on a virtual processor. Without effect on results."""
-        lib.lk_rouse(self._live(), batch.args, len(batch))
-
     def squared_norm_partials(self, n: int, *, src: int, dtype: DType, out: int) -> int:
         """Writes the sum of squares of each block of NORM_BLOCK elements (a double) to out; returns how many.
 

@@ -233,10 +233,7 @@ static void *caller(void *pool) {
         fail("out of memory", N, 0);
     for (int i = 0; i < N; i++)
         y[i] = 1.0f;
-    lk_adam_args like = {.n = N};
     for (int round = 0; round < 20; round++) {
-        if (round % 3 == 0)
-            lk_rouse(pool, &like, 1);
         if (round % 4 == 0)
             nanosleep(&(struct timespec){.tv_nsec = 10000 << round / 2},
                       NULL); /* 10 us to 3 ms: awake and asleep */
@@ -259,7 +256,6 @@ static void callers_at_once(int threads) {
     for (int i = 0; i < 4; i++)
         must(pthread_join(made[i], NULL), "pthread_join", i);
     must(lk_stop(pool), "stop", threads);
-    lk_rouse(pool, &(lk_adam_args){.n = 1 << 20}, 1);
     if (lk_has_nonfinite(pool, 0, 0, LK_FP32) != -EBADF)
         fail("a stopped pool works", 0, 0);
     lk_free(pool);

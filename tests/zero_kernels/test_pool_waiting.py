@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -25,7 +24,7 @@ US = 1000  # ns
 PATIENCE = """
 #include "patience.h"
 uint32_t with(uint32_t gaps, int64_t gap_ns) { return lk_gaps_with(gaps, gap_ns); }
-int64_t patience(uint32_t gaps, int promised) { return lk_patience_ns(gaps, promised); }
+int64_t patience(uint32_t gaps) { return lk_patience_ns(gaps); }
 """
 
 
@@ -45,11 +44,11 @@ def policy(tmp_path_factory):
     c.with_.restype = ctypes.c_uint32
     c.patience.restype = ctypes.c_int64
 
-    def patience_after(*gaps_ns: int, promised: bool = False) -> int:
+    def patience_after(*gaps_ns: int) -> int:
         gaps = 0
         for gap in gaps_ns:
             gaps = c.with_(gaps, gap)
-        return c.patience(gaps, promised)
+        return c.patience(gaps)
 
     return patience_after
 
@@ -63,7 +62,6 @@ def test_patience_follows_the_last_gaps(policy):
     assert policy(short, long) == policy(*[long, short] * 20, long) == policy(short)  # norm and update, then a pause
     assert policy(*[short] * 50, *[long] * 4) == brief  # forgotten
     assert policy(policy(short)) == brief  # a gap as long as the patience would not have been bridged
-    assert policy(*[long] * 50, promised=True) >= 1000 * US
 
 
 def test_patience_never_burns_a_core_for_long(policy):
@@ -86,8 +84,8 @@ def test_every_chunk_is_done_once(num_threads, bound):
             assert (count == 3).all(), chunks
 
 
-def test_pauses_and_rousing_between_jobs_lose_nothing():
-    """Several callers with pauses around every limit of the patience, rousing with and without a job behind it."""
+def test_pauses_between_jobs_lose_nothing():
+    """Several callers with pauses around every limit of the patience."""
     wanted = random_planes("split", DType.BF16, 5 * ADAM_CHUNK + 7, seed=1)
     start = wanted.copy()
     with Kernels(3) as kernels:
@@ -101,8 +99,6 @@ def test_pauses_and_rousing_between_jobs_lose_nothing():
                 mine = start.copy()
                 batch.clear()
                 batch.add(adam_planes(mine), AdamScalars(HYPER))
-                if chance.random() < 0.6:
-                    kernels.rouse(batch)
                 time.sleep(chance.choice([0, 0, 10e-6, 100e-6, 500e-6, 2e-3]))
                 if chance.random() < 0.8:
                     kernels.adam_batch(batch)
@@ -117,58 +113,14 @@ def test_pauses_and_rousing_between_jobs_lose_nothing():
         assert failures == []
 
 
-def test_roused_threads_without_a_job_fall_asleep_again():
+def test_threads_without_a_job_fall_asleep_again():
     planes = random_planes("fp32", DType.FP32, 4 * ADAM_CHUNK, seed=1)
     batch = AdamBatch()
     batch.add(adam_planes(planes), AdamScalars(HYPER))
     with Kernels(4) as kernels:
         for _ in range(6):
             kernels.adam_batch(batch)  # in quick succession: patience is at its longest
-        kernels.rouse(batch)
         time.sleep(0.05)
         before = time.process_time()
         time.sleep(0.5)
         assert time.process_time() - before < 0.1
-
-
-def test_rousing_wakes_whom_the_job_will_want():
-    """A sleeping thread that was roused has given up the processor once more, after the patience of the promise."""
-
-    def field(thread_id: int, name: str) -> str:
-        status = Path(f"/proc/self/task/{thread_id}/status").read_text()
-        return status.split(f"\n{name}:")[1].split()[0]
-
-    def slept(thread_id: int) -> int:
-        return int(field(thread_id, "voluntary_ctxt_switches"))
-
-    def wait_for(condition: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + 30
-        while not condition():
-            assert time.monotonic() < deadline
-            time.sleep(0.005)
-
-    def threads() -> set[int]:
-        return {int(task.name) for task in Path("/proc/self/task").iterdir()}
-
-    known = threads()
-    with Kernels(2) as kernels:
-        (worker,) = threads() - known
-        batch = AdamBatch()
-        for n, wakes in ((ADAM_CHUNK, False), (ADAM_CHUNK + 1, True)):
-            batch.clear()
-            batch.add(adam_planes(random_planes("fp32", DType.FP32, n, seed=1)), AdamScalars(HYPER))
-            wait_for(lambda: field(worker, "State") == "S")
-            before = slept(worker)
-            kernels.rouse(batch)
-            if wakes:
-                wait_for(lambda before=before: slept(worker) > before)
-            else:
-                time.sleep(0.05)
-                assert slept(worker) == before
-
-
-def test_rousing_closed_kernels_is_refused():
-    kernels = Kernels(2)
-    kernels.close()
-    with pytest.raises(ValueError, match="closed"):
-        kernels.rouse(AdamBatch())

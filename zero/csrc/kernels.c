@@ -167,13 +167,6 @@ static void adam_chunk(void *context, int64_t index) {
         sum_chunk(a, begin, end);
 }
 
-void lk_rouse(lk_pool *pool, const lk_adam_args *args, int64_t count) {
-    int64_t chunks = 0;
-    for (int64_t k = 0; k < count; k++)
-        chunks += (args[k].n + ADAM_CHUNK - 1) / ADAM_CHUNK;
-    lk_threads_rouse(pool->threads, chunks);
-}
-
 int lk_adam(lk_pool *pool, const lk_adam_args *args, int64_t count) {
     if (count < 0)
         return -EINVAL;

@@ -66,8 +66,6 @@ void lk_free(lk_pool *pool);
  * taken while it is in the cache: first those of param, then of exp_avg, exp_avg_sq, and of remainder or
  * master. */
 int lk_adam(lk_pool *pool, const lk_adam_args *args, int64_t count);
-/* Wakes the threads that an lk_adam of about these updates will want within a millisecond. */
-void lk_rouse(lk_pool *pool, const lk_adam_args *args, int64_t count);
 /* 1 when every counter of these updates stands at one less than its scalars' step, else 0. */
 int lk_counters_agree(const lk_adam_args *args, int64_t count);
 /* One double per block of 4096 elements. */

@@ -43,10 +43,8 @@ typedef struct {
 
 struct lk_threads {
     _Alignas(64) _Atomic uint64_t gate;
-    _Alignas(
-        64) _Atomic uint32_t bell; /* futex of the workers: rung for each job, to rouse, and at the end */
+    _Alignas(64) _Atomic uint32_t bell; /* futex of the workers: rung for each job and at the end */
     _Atomic uint32_t sleepers;
-    _Atomic int promised;               /* rung to rouse: the job is still to come */
     _Atomic uint32_t gaps;              /* between the last jobs, see patience.h */
     _Alignas(64) _Atomic uint32_t left; /* futex of the caller: counts how often the last one inside left */
     _Atomic uint32_t caller_sleeps;
@@ -146,9 +144,8 @@ static int give_way(void) {
 }
 
 static void wait_for_bell(lk_threads *t, uint32_t heard) {
-    int promised = atomic_load_explicit(&t->promised, memory_order_relaxed);
     uint32_t gaps = atomic_load_explicit(&t->gaps, memory_order_relaxed);
-    int64_t began = now_ns(), waited = 0, patience = lk_patience_ns(gaps, promised);
+    int64_t began = now_ns(), waited = 0, patience = lk_patience_ns(gaps);
     do {
         for (int i = 0; i < PAUSES_PER_CLOCK_READ; i++) {
             if (atomic_load_explicit(&t->bell, memory_order_acquire) != heard)
@@ -229,13 +226,6 @@ int lk_threads_check(const lk_threads *t) {
     return atomic_load_explicit(&t->stopping, memory_order_acquire) ? -EBADF : 0;
 }
 
-void lk_threads_rouse(lk_threads *t, int64_t chunks) {
-    if (lk_threads_check(t) || t->num_workers == 0 || chunks <= 1)
-        return;
-    atomic_store_explicit(&t->promised, 1, memory_order_relaxed);
-    ring(t); /* those still awake hear it too, and stay so */
-}
-
 int lk_threads_run(lk_threads *t, int64_t chunks, lk_chunk_fn fn, void *context) {
     int rc = lk_threads_check(t);
     if (rc)
@@ -255,7 +245,6 @@ int lk_threads_run(lk_threads *t, int64_t chunks, lk_chunk_fn fn, void *context)
         deal(t, chunks);
         uint32_t gaps = atomic_load_explicit(&t->gaps, memory_order_relaxed);
         atomic_store_explicit(&t->gaps, lk_gaps_with(gaps, now_ns() - t->ended_ns), memory_order_relaxed);
-        atomic_store_explicit(&t->promised, 0, memory_order_relaxed);
         uint64_t generation = (atomic_load_explicit(&t->gate, memory_order_relaxed) >> 32) + 1;
         if ((uint32_t)generation == 0)
             generation = 1; /* 0 is what a new worker has seen */
@@ -325,7 +314,6 @@ int lk_threads_start(lk_threads **out, int num_threads, const int *cores, int nu
     atomic_init(&t->gate, 0);
     atomic_init(&t->bell, 0);
     atomic_init(&t->sleepers, 0);
-    atomic_init(&t->promised, 0);
     atomic_init(&t->gaps, 0);
     atomic_init(&t->left, 0);
     atomic_init(&t->caller_sleeps, 0);

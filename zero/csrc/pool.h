@@ -10,9 +10,6 @@ int lk_threads_start(lk_threads **out, int num_threads, const int *cores, int nu
 /* Runs fn(context, 0 .. chunks-1), each once, on the workers and (unless they are bound to cores) the caller;
  * returns when all are done.  Any number of threads may call at once: they take turns. */
 int lk_threads_run(lk_threads *threads, int64_t chunks, lk_chunk_fn fn, void *context);
-/* Says that a job of so many chunks will come within LK_PROMISE_NS: wakes the workers where it would need
- * them. */
-void lk_threads_rouse(lk_threads *threads, int64_t chunks);
 int lk_threads_check(const lk_threads *threads);
 int lk_threads_stop(lk_threads *threads);
 void lk_threads_free(lk_threads *threads);
