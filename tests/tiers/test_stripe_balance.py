@@ -191,6 +191,17 @@ def test_unequal_disks_get_stripes_so_from_the_start_and_a_kept_store_opens_with
     assert losses == whole
 
 
+def write_a_generation(paths: Sequence[NvmePath], io: AsyncIO) -> tuple[tuple[int, ...], dict[int, DeviceWork]]:
+    """What a store on these paths calls their devices, and what each did while 16 MiB were written."""
+    shard = ShardSpec(name="s", numel=8 * MIB, planes=(PlaneSpec(plane=Plane.PARAM, itemsize=2),))
+    with GenerationStore.open(paths, job="j", rank=0, shards=[shard], io=io) as store:
+        before = io.stats()
+        with store.begin() as transaction:
+            transaction.write("s", Plane.PARAM, bytes(16 * MIB))
+            transaction.commit(1)
+        return tuple(store.devices), device_work(before, io.stats())
+
+
 @pytest.mark.filterwarnings("ignore::lamina.aio_native.BufferedIOWarning")
 def test_a_file_system_in_memory_is_another_device_than_a_disk(tmp_path: Path) -> None:
     """No shim: what the store calls devices are those that the I/O counts, and each moves its share."""
@@ -199,16 +210,10 @@ def test_a_file_system_in_memory_is_another_device_than_a_disk(tmp_path: Path) -
         pytest.skip("/dev/shm cannot be written or is no other device than the temporary folder")
     with tempfile.TemporaryDirectory(dir=memory) as other, AsyncIO() as io:
         paths = [NvmePath(path=str(tmp_path), weight=3), NvmePath(path=other, weight=1)]
-        shard = ShardSpec(name="s", numel=8 * MIB, planes=(PlaneSpec(plane=Plane.PARAM, itemsize=2),))
-        with GenerationStore.open(paths, job="j", rank=0, shards=[shard], io=io) as store:
-            before = io.stats()
-            with store.begin() as transaction:
-                transaction.write("s", Plane.PARAM, bytes(16 * MIB))
-                transaction.commit(1)
-            done = device_work(before, io.stats())
-            assert store.devices == (tmp_path.stat().st_dev, memory.stat().st_dev)
-            assert [round(done[device].nbytes / MIB) for device in store.devices] == [12, 4]
-            assert all(done[device].busy_s > 0 for device in store.devices)
+        devices, done = write_a_generation(paths, io)
+    assert devices == (tmp_path.stat().st_dev, memory.stat().st_dev)
+    assert [round(done[device].nbytes / MIB) for device in devices] == [12, 4]
+    assert all(done[device].busy_s > 0 for device in devices)
 
 
 @pytest.fixture
@@ -243,14 +248,8 @@ def test_on_an_overlay_the_devices_are_those_of_the_files(tmp_path: Path, overla
     plain.mkdir()
     with AsyncIO() as io:
         paths = [NvmePath(path=str(plain), weight=3), NvmePath(path=str(overlay), weight=1)]
-        shard = ShardSpec(name="s", numel=8 * MIB, planes=(PlaneSpec(plane=Plane.PARAM, itemsize=2),))
-        with GenerationStore.open(paths, job="j", rank=0, shards=[shard], io=io) as store:
-            before = io.stats()
-            with store.begin() as transaction:
-                transaction.write("s", Plane.PARAM, bytes(16 * MIB))
-                transaction.commit(1)
-            done = device_work(before, io.stats())
-            assert [round(done[device].nbytes / MIB) for device in store.devices] == [12, 4]
+        devices, done = write_a_generation(paths, io)
+    assert [round(done[device].nbytes / MIB) for device in devices] == [12, 4]
     assert identify(overlay).capacity_bytes == 64 * MIB
     assert sorted(os.listdir(overlay)) == ["file", "j"], "looking leaves no file"
 
