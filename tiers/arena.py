@@ -203,8 +203,8 @@ class Arena:
             raise self._refusal(nbytes, owner)
         return block
 
-    def try_alloc(self, nbytes: int, owner: str, *, align: int = 4096) -> Block | None:
-        """Like alloc(), but None when it does not fit."""
+    def try_alloc(self, nbytes: int, owner: str, *, align: int = 4096, last: bool = False) -> Block | None:
+        """Like alloc(), but None when it does not fit. ``last``: at the end of the last hole instead of in the smallest one."""
         if nbytes < 0:
             raise ValueError(f"{owner}: wanted {nbytes} bytes, must not be negative")
         if align < 1 or align & (align - 1):
@@ -216,7 +216,8 @@ class Arena:
             if memory.closed:
                 raise ValueError(f"{self.tier} arena is closed: {owner} cannot have {nbytes:,} bytes")
             memory.drain()
-            offset = memory.holes.take(nbytes, align, memory.address)
+            take = memory.holes.take_last if last else memory.holes.take
+            offset = take(nbytes, align, memory.address)
             if offset is None:
                 return None
             memory.live[offset] = (nbytes, owner)

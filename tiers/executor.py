@@ -25,6 +25,7 @@ from .residency import Residency
 from .scheduler import DeviceState, Scheduler
 from .spans import Spans
 from .trace import TraceCursor
+from .window import tile_bytes
 
 PATIENCE_S = 0.5
 """How long memory of evicted groups is waited for before a demand is refused."""
@@ -209,7 +210,9 @@ class Executor:
 
     def homes_changed(self) -> None:
         """Some groups are fetched from now on that were used at home before, or the other way round."""
-        self._scheduler = Scheduler(sizes=[source.nbytes for source in self.sources], lookahead=self.lookahead)
+        sizes = [source.nbytes for source in self.sources]
+        self._scheduler = Scheduler(sizes=sizes, lookahead=self.lookahead)
+        self._tile = tile_bytes(sizes)
         self.trace.carry(index for index, source in enumerate(self.sources) if source.outlives_step)
 
     def forget_trace(self) -> None:
@@ -252,7 +255,7 @@ class Executor:
             if action.verb is Verb.EVICT:
                 self._evict(action.group)
             else:
-                block = self.arena.try_alloc(self.sources[action.group].nbytes, self.sources[action.group].name)
+                block = self._try_alloc(self.sources[action.group].nbytes, self.sources[action.group].name)
                 if block is None or not self._start(action.group, block, Priority.PREFETCH):
                     return  # fragmented, or no staging memory: the demand will come and wait
 
@@ -369,7 +372,7 @@ class Executor:
         ``patient``, without waiting for memory that is still being let go of."""
         upcoming = self.trace.ahead
         while True:
-            block = self.arena.try_alloc(nbytes, owner)
+            block = self._try_alloc(nbytes, owner)
             if block is not None:
                 return block
             state = self._state()
@@ -382,12 +385,15 @@ class Executor:
                     raise self._refusal(nbytes, owner)
                 return self._room_soon(nbytes, owner)
 
+    def _try_alloc(self, nbytes: int, owner: str) -> Block | None:
+        return self.arena.try_alloc(nbytes, owner, last=nbytes != self._tile)
+
     def _room_soon(self, nbytes: int, owner: str) -> Block:
         """Nothing is left to evict; but the update may still be copying from a group that was, for a few milliseconds."""
         until = time.perf_counter() + PATIENCE_S
         while time.perf_counter() < until:
             time.sleep(PATIENCE_S / 1000)
-            block = self.arena.try_alloc(nbytes, owner)
+            block = self._try_alloc(nbytes, owner)
             if block is not None:
                 return block
         raise self._refusal(nbytes, owner)

@@ -38,11 +38,17 @@ class FreeList:
             size, start = self._sizes[index]
             offset = start + -(base + start) % align
             if offset + nbytes <= start + size:
-                self._remove(start, size)
-                if offset > start:
-                    self._add(start, offset - start)
-                if offset + nbytes < start + size:
-                    self._add(offset + nbytes, start + size - offset - nbytes)
+                self._cut(start, size, offset, nbytes)
+                return offset
+        return None
+
+    def take_last(self, nbytes: int, align: int, base: int = 0) -> int | None:
+        """The same out of the end of the last hole that has them."""
+        for start, size in sorted(self._size_at.items(), reverse=True):
+            offset = start + size - nbytes
+            offset -= (base + offset) % align
+            if offset >= start:
+                self._cut(start, size, offset, nbytes)
                 return offset
         return None
 
@@ -58,6 +64,14 @@ class FreeList:
             self._remove(end, after)
             end += after
         self._add(start, end - start)
+
+    def _cut(self, start: int, size: int, offset: int, nbytes: int) -> None:
+        """Take bytes out of a hole."""
+        self._remove(start, size)
+        if offset > start:
+            self._add(start, offset - start)
+        if offset + nbytes < start + size:
+            self._add(offset + nbytes, start + size - offset - nbytes)
 
     def _add(self, start: int, size: int) -> None:
         bisect.insort(self._sizes, (size, start))

@@ -123,20 +123,20 @@ class Needs:
     @property
     def num_fetched(self) -> int:
         """Groups that have something to fetch."""
-        return len(self._fetched.sorted)
+        return len(self._fetched)
 
     def window_sizes(self) -> list[int]:
         """Bytes of each group's fetched parameters, largest first."""
         return self._fetched.sorted.largest(self.num_fetched)
 
     def window_bytes(self, window_groups: int) -> int:
-        """So many of the largest groups, and at least those that are used at the same time.
+        """So many groups in a row as a pass uses them, and at least those that are used at the same time.
 
         The latter cannot be moved while they are used, and may lie so that no hole between them is large enough; with
         the largest of them once more for every other, less a page, one always is.
         """
         return max(
-            sum(self._fetched.sorted.largest(window_groups)), self._fetched.sorted.maximum, self._at_once_bytes.maximum
+            self._fetched.largest_run(window_groups), self._fetched.sorted.maximum, self._at_once_bytes.maximum
         )
 
     def _together_bytes(self, index: int) -> int:

@@ -2,6 +2,9 @@
 
 from bisect import bisect_left, insort
 
+FOLLOWED = 3
+"""Runs of up to so many groups are kept up to date; sums of longer ones are taken anew when they are asked for."""
+
 
 class SortedSizes:
     """A multiset of bytes. Zeros are not counted."""
@@ -36,18 +39,68 @@ class SortedSizes:
 
 
 class GroupSizes:
-    """Bytes of each group, of which segments add and take away their part, and the largest groups."""
+    """Bytes of each group, of which segments add and take away their part: the largest group, and the largest run of groups that
+    follow each other. Groups without bytes are passed over."""
 
     def __init__(self) -> None:
         self._of: dict[int, int] = {}
+        self._row: list[int] = []  # groups with bytes, in order
+        self._runs: dict[int, SortedSizes] = {}  # by length: the sums of all runs of so many groups
         self.sorted = SortedSizes()
+        self.total = 0
 
     def __getitem__(self, group: int) -> int:
         return self._of.get(group, 0)
 
+    def __len__(self) -> int:
+        return len(self._row)
+
     def change(self, group: int, nbytes: int) -> None:
         """Let a group have so many bytes more (or fewer)."""
         before = self._of.get(group, 0)
+        for length, sums in self._runs.items():
+            for run in self._around(group, length):
+                sums.remove(run)
         self._of[group] = before + nbytes
+        self.total += nbytes
         self.sorted.remove(before)
         self.sorted.add(before + nbytes)
+        if not before and nbytes:
+            insort(self._row, group)
+        elif before and not before + nbytes:
+            del self._row[bisect_left(self._row, group)]
+        for length, sums in self._runs.items():
+            for run in self._around(group, length):
+                sums.add(run)
+
+    def largest_run(self, length: int) -> int:
+        """The most bytes that so many groups in a row have; of all where there are fewer."""
+        if length >= len(self._row):
+            return self.total
+        if length < 1:
+            return 0
+        if length > FOLLOWED:
+            return max(self._sums(length, 0, len(self._row) - length))
+        if length not in self._runs:
+            sums = self._runs[length] = SortedSizes()
+            for run in self._sums(length, 0, len(self._row) - length):
+                sums.add(run)
+        return self._runs[length].maximum
+
+    def _around(self, group: int, length: int) -> list[int]:
+        """Sums of the runs that a group is in, or would be in the middle of."""
+        at = bisect_left(self._row, group)
+        there = at < len(self._row) and self._row[at] == group
+        return self._sums(length, max(at - length + 1, 0), min(at if there else at - 1, len(self._row) - length))
+
+    def _sums(self, length: int, first: int, last: int) -> list[int]:
+        """Of the runs that begin at places ``first`` to ``last`` of the row."""
+        if first > last:
+            return []
+        sizes = [self._of[group] for group in self._row[first : last + length]]
+        run = sum(sizes[:length])
+        found = [run]
+        for gone, come in zip(sizes, sizes[length:], strict=False):
+            run += come - gone
+            found.append(run)
+        return found

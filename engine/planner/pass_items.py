@@ -4,22 +4,11 @@ from collections.abc import Iterator
 
 from lamina.engine.planner.activations import ActivationBytes
 from lamina.engine.planner.case import Case
+from lamina.engine.planner.fetch_window import window_bytes
 from lamina.engine.planner.items import ON_THE_WAY_BACK, TRAINED, Item, Kind, Phase
 from lamina.engine.planner.placement import DEVICE, HOST, NVME
 from lamina.engine.planner.state_bytes import ALIGN_ELEMENTS, align_up
 from lamina.tiers.needs import staging_bytes
-
-
-def window_bytes(case: Case) -> int:
-    """Gathered groups: the largest ones, as many as are in use and fetched ahead at once.
-
-    With ``max_live`` set, as other systems do: so many elements of blocks (the one in use at least) and all outside them.
-    """
-    part, own = case.slice, case.buffers
-    if own.max_live is None or not case.needs.streamed():
-        return case.needs.window_bytes(1 + own.lookahead)
-    live = part.outside + max(min(own.max_live, sum(part.blocks)), part.largest_block)
-    return live * case.load.itemsize
 
 
 def window_items(case: Case) -> Iterator[Item]:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, reduce
+from itertools import groupby
 
 from lamina.engine.planner.errors import PlanError
 from lamina.engine.planner.model_shape import ModelShape
@@ -25,6 +26,14 @@ class RankSlice:
     """Data-parallel ranks that share each group."""
     layers: int
     """Blocks of this rank."""
+    order: tuple[int, ...]
+    """Groups as a forward pass uses them: the root group twice where some of it lies before the blocks and some behind them."""
+
+    @cached_property
+    def places(self) -> tuple[int, ...]:
+        """Of each group, how many others are used first before it."""
+        first = {group: place for place, group in enumerate(dict.fromkeys(self.order))}
+        return tuple(first.get(group, len(first)) for group in range(len(self.groups)))
 
     @cached_property
     def numel(self) -> int:
@@ -79,6 +88,9 @@ class RankSlice:
         return max(self.blocks, default=max(self.groups))
 
 
+_KINDS = ("root", "table", "block")
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Group:
     """A group while it is put together."""
@@ -86,7 +98,7 @@ class _Group:
     numel: int
     trainable: int
     kind: str
-    """"root", "table" or "block"."""
+    """One of _KINDS."""
 
     def with_next(self, other: "_Group") -> "_Group":
         """Both as one; the larger one gives its kind, of equals the first."""
@@ -123,40 +135,49 @@ def rank_slice(model: ModelShape, place: Placement, world: int) -> RankSlice:
         for numel in cut
     ]
     modules = [[-(-numel // place.tensor) for numel in side if numel] for side in (before, after)]
-    sequence = _in_order(modules[0], in_blocks, modules[1], share if adapters is None else 0.0)
+    sequence, uses = _in_order(modules[0], in_blocks, modules[1], share if adapters is None else 0.0)
+    if model.tied and modules[0]:
+        uses.append(uses[0])  # the table of tokens is the head, too
     limits = GroupLimits().for_model(sum(group.numel for group in sequence))
-    joined = [
-        reduce(_Group.with_next, [sequence[index] for index in members])
-        for members in join_tiny([group.numel for group in sequence], limits.tiny_numel)
-    ]
-    root = next((group for group in joined if group.kind == "root"), _Group(numel=0, trainable=0, kind="root"))
-    tables = [group for group in joined if group.kind == "table"]
-    ordered = [root, *tables, *(group for group in joined if group.kind == "block")]
+    members = join_tiny([group.numel for group in sequence], limits.tiny_numel)
+    joined = [reduce(_Group.with_next, [sequence[index] for index in indices]) for indices in members]
+    group_of = {index: at for at, indices in enumerate(members) for index in indices}
+    roots, tables, own = ([at for at, group in enumerate(joined) if group.kind == kind] for kind in _KINDS)
+    ordered = [*(roots or [len(joined)]), *tables, *own]
+    groups = [*joined, _Group(numel=0, trainable=0, kind="root")]
     return RankSlice(
-        groups=tuple(group.numel for group in ordered),
-        trainable=tuple(group.trainable for group in ordered),
+        groups=tuple(groups[at].numel for at in ordered),
+        trainable=tuple(groups[at].trainable for at in ordered),
         num_outside=1 + len(tables),
         ranks=ranks,
         layers=layers,
+        order=tuple(ordered.index(at) for at, _ in groupby(group_of[index] for index in uses)),
     )
 
 
-def _in_order(before: Sequence[int], blocks: Sequence[_Group], after: Sequence[int], share: float) -> list[_Group]:
+def _in_order(
+    before: Sequence[int], blocks: Sequence[_Group], after: Sequence[int], share: float
+) -> tuple[list[_Group], list[int]]:
     """Groups in execution order before tiny ones are joined, as lamina.zero.grouping finds them: a large module outside the
-    blocks is one of its own, all others together are the root group, at the place of the first of them."""
+    blocks is one of its own, all others together are the root group, at the place of the first of them. And the indices of
+    those that a forward pass uses, in order."""
     rest = sum(numel for numel in (*before, *after) if numel < LARGE_NUMEL)
-    root = [_Group(numel=rest, trainable=round(rest * share), kind="root")] if rest else []
-    sides = []
-    for modules in (before, after):
-        side = []
+    found: list[_Group] = []
+    uses: list[int] = []
+    root: int | None = None
+    for modules, then in ((before, blocks), (after, ())):
         for numel in modules:
             if numel >= LARGE_NUMEL:
-                side.append(_Group(numel=numel, trainable=round(numel * share), kind="table"))
-            else:
-                side += root
-                root = []
-        sides.append(side)
-    return [*sides[0], *blocks, *sides[1]]
+                found.append(_Group(numel=numel, trainable=round(numel * share), kind="table"))
+                uses.append(len(found) - 1)
+                continue
+            if root is None:
+                root = len(found)
+                found.append(_Group(numel=rest, trainable=round(rest * share), kind="root"))
+            uses.append(root)
+        uses += range(len(found), len(found) + len(then))
+        found += then
+    return found, uses
 
 
 def _pieces(numel: int, largest: int) -> Iterator[int]:

@@ -14,7 +14,7 @@ FP32 = 4
 def segments_of(
     part: RankSlice, load: Workload, place: Placement, planes: Mapping[str, int], own_planes: Collection[str] = ()
 ) -> Iterator[SegmentSize]:
-    """One segment for the trained and one for the frozen part of every group; the root group comes first.
+    """One segment for the trained and one for the frozen part of every group; a segment's group is its place in a forward pass.
 
     ``planes``: bytes of each plane per trainable parameter, ``own_planes``: which are tensors of torch's optimizer. At stage 0
     every rank keeps a layout of its own.
@@ -31,7 +31,7 @@ def segments_of(
             shard = shard_numel(elements, ranks)
             yield SegmentSize(
                 name=f"group {group} {kind}",
-                group=group,
+                group=part.places[group],
                 full_numel=shard * ranks,
                 shard_numel=shard,
                 param_itemsize=load.itemsize,

@@ -53,7 +53,8 @@ class PlainNeeds:
 
     def window(self, groups: int) -> int:
         sizes = self.fetched()
-        least = sum(sorted(sizes.values())[::-1][:groups])
+        row = [sizes[group] for group in sorted(sizes) if sizes[group]]
+        least = max(sum(row[at : at + groups]) for at in range(len(row))) if row else 0
         for used in self.together:
             at_once = [sizes[group] for group in set(used) if sizes.get(group)]
             if at_once:
