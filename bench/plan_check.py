@@ -44,9 +44,10 @@ from lamina.engine.planner.state_bytes import as_dtype
 from lamina.tiers.probe import probe_disk
 
 BYTES_TOLERANCE, RSS_TOLERANCE, TIME_TOLERANCE = 0.03, 0.10, 0.20
-ENGINE_BYTES, FILE_IO_BYTES = 8 << 20, 12 << 20
-"""What an engine takes beyond its arenas in a process that has torch: kernels and bookkeeping; with state on
-nvme the ring, I/O threads and checksums."""
+ENGINE_BYTES, FILE_IO_BYTES = 24 << 20, 10 << 20
+"""What an engine takes beyond its arenas in a process that has torch: kernels, bookkeeping and torch's workspaces for products
+of this size (14 MiB measured), and what the C library's heap does not give back; with state on nvme the ring, I/O threads and
+checksums."""
 STEPS = 5
 TIMEOUT_S = 300
 SHAPE = GPTShape(layers=8, dim=512, heads=8, seq=256)

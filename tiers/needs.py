@@ -135,9 +135,7 @@ class Needs:
         The latter cannot be moved while they are used, and may lie so that no hole between them is large enough; with
         the largest of them once more for every other, less a page, one always is.
         """
-        return max(
-            self._fetched.largest_run(window_groups), self._fetched.sorted.maximum, self._at_once_bytes.maximum
-        )
+        return max(self._fetched.largest_run(window_groups), self._fetched.sorted.maximum, self._at_once_bytes.maximum)
 
     def _together_bytes(self, index: int) -> int:
         sizes = [size for group in self._at_once[index] if (size := self._fetched[group])]

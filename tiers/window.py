@@ -34,9 +34,9 @@ def window_peak(
 ) -> int:
     """The most bytes that fetched groups take of a window at once.
 
-    ``sizes``: bytes of each group. ``order``: the groups of one step as they are used, one use after the other. ``carried``: those
-    whose copies outlive a step. Fetches take no time, and are issued as far ahead as ``lookahead`` and the window allow. Raises
-    ValueError for a group that is larger than the window.
+    ``sizes``: bytes of each group. ``order``: the groups of one step as they are used, one use after the other. ``carried``:
+    those whose copies outlive a step. Fetches take no time, and are issued as far ahead as ``lookahead`` and the window allow.
+    Raises ValueError for a group that is larger than the window.
     """
     window = _Window(sizes, order, capacity_bytes, lookahead, carried)
     for step in range(STEPS):

@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 from lamina.engine.planner.case import Case
 from lamina.engine.planner.items import ALWAYS, AUTOGRAD, TRAINED, Item, Kind, Phase
 from lamina.engine.planner.pass_items import activation_items, staging_items, window_items
-from lamina.engine.planner.placement import DEVICE, HOST
+from lamina.engine.planner.placement import DEVICE, HOST, NVME
+from lamina.engine.planner.segments import FP32
 from lamina.engine.planner.state_items import gradient_items, optimizer_items, parameter_items
 
 
@@ -86,7 +87,7 @@ def footprint(case: Case) -> Footprint:
         *_runtime(case),
         *_copies(case),
     )
-    items = (*items, *_fragments(case, items))
+    items = (*items, *_fragments(case, items), *_build(case, items))
     if case.wishes.separate_device and case.place.optimizer != DEVICE:
         # Page-locked host memory and the device's arena are taken whole before the first step.
         items = tuple(replace(item, phases=ALWAYS) if item.arena else item for item in items)
@@ -103,6 +104,22 @@ def _fragments(case: Case, items: Sequence[Item]) -> Iterator[Item]:
     share = case.machine.fragment_share
     formula = f"{share:.0%} of the most that a pass and its collectives allocate"
     yield Item(tier=DEVICE, kind=Kind.FRAGMENTS, nbytes=int(most * share), phases=TRAINED, formula=formula)
+
+
+def _build(case: Case, items: Sequence[Item]) -> Iterator[Item]:
+    """The model as it is built, in fp32.
+
+    Where the tiers are this memory, the model is let go of group by group as its state moves in: of a model that is built
+    whole only that counts which is more than the state.
+    """
+    group, whole, zero_init = max(case.slice.groups) * FP32, case.slice.numel * FP32, case.buffers.zero_init
+    built = group if zero_init else whole
+    formula = "4 B x " + ("the largest group" if zero_init else "the whole model: build it inside zero.Init")
+    if case.machine.shared_memory and not zero_init:
+        state = sum(item.nbytes for item in items if item.arena and item.tier != NVME and Phase.INIT in item.phases)
+        built, formula = max(group, whole - state), f"{formula}, less the state that takes its place"
+    init = frozenset({Phase.INIT})
+    yield Item(tier=HOST, kind=Kind.BUILD, nbytes=built, phases=init, formula=formula)
 
 
 def _checkpoint_bytes(case: Case) -> int:

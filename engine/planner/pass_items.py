@@ -76,7 +76,7 @@ def update_sub_group(case: Case) -> int:
 
 
 def staging_items(case: Case) -> Iterator[Item]:
-    part, own, needs = case.slice, case.buffers, case.needs
+    own, needs = case.buffers, case.needs
     formula = "two buffers for the largest group's shard, read from nvme for the device"
     nbytes = needs.fetch_buffer_bytes()
     yield Item(tier=HOST, kind=Kind.PINNED, nbytes=nbytes, phases=TRAINED, formula=formula)
@@ -92,12 +92,4 @@ def staging_items(case: Case) -> Iterator[Item]:
         nbytes=own.io_staging_bytes,
         phases=frozenset({Phase.SAVE, Phase.LOAD}),
         formula="state is saved and loaded in pieces",
-    )
-    built = max(part.groups) if own.zero_init else part.numel
-    yield Item(
-        tier=HOST,
-        kind=Kind.BUILD,
-        nbytes=built * 4,
-        phases=frozenset({Phase.INIT}),
-        formula="4 B x " + ("the largest group" if own.zero_init else "the whole model: build it inside zero.Init"),
     )

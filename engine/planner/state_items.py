@@ -122,15 +122,15 @@ def _device_gradients(case: Case) -> Iterator[Item]:
 
 
 def _in_flight(case: Case) -> Item:
-    """Autograd's own output: the group in work, and the one before it that is still on its way."""
-    load, part = case.load, case.slice
-    block = max(part.trainable_blocks, default=0) * min(2, len(part.blocks))
+    """Autograd's own output: the gradient that is being computed, and the one before it that is still on its way."""
+    load, part, tensor = case.load, case.slice, case.place.tensor
+    largest = min(-(-case.model.params.largest_param // tensor), max(part.trainable))
     return Item(
         tier=DEVICE,
         kind=Kind.IN_FLIGHT,
-        nbytes=(part.trainable_outside + block) * load.itemsize,
+        nbytes=2 * largest * load.itemsize,
         phases=ON_THE_WAY_BACK,
-        formula=f"{load.itemsize} B x (all outside the blocks + two blocks in flight)",
+        formula=f"{load.itemsize} B x two of the largest parameters: one computed, one taken over",
     )
 
 

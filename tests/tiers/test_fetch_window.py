@@ -121,7 +121,9 @@ def test_a_small_group_between_blocks_leaves_no_hole_that_none_of_them_fits_into
 sizes = st.lists(st.integers(1, 30), min_size=1, max_size=12)
 
 
-@given(taken=sizes, given_back=st.lists(st.integers(0, 11)), wanted=st.integers(1, 40), align=st.sampled_from([1, 4, 8]))
+@given(
+    taken=sizes, given_back=st.lists(st.integers(0, 11)), wanted=st.integers(1, 40), align=st.sampled_from([1, 4, 8])
+)
 def test_the_last_hole_is_taken_at_its_end(taken: list[int], given_back: list[int], wanted: int, align: int) -> None:
     holes, at = FreeList(160), {}
     for index, nbytes in enumerate(taken):
@@ -132,12 +134,7 @@ def test_the_last_hole_is_taken_at_its_end(taken: list[int], given_back: list[in
         if index in at:
             holes.give(at[index], taken[index])
     before = list(holes)
-    places = [
-        start
-        for hole, size in before
-        for start in range(hole, hole + size - wanted + 1)
-        if start % align == 0
-    ]
+    places = [start for hole, size in before for start in range(hole, hole + size - wanted + 1) if start % align == 0]
     found = holes.take_last(wanted, align)
     assert found == (max(places) if places else None)
     if found is not None:
