@@ -1,13 +1,67 @@
 """Model shapes from a Hugging Face ``config.json``."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from lamina.engine.planner.errors import PlanError
 from lamina.engine.planner.model_shape import ModelShape, ParamInventory
 
-_LLAMA_LIKE = frozenset({"llama", "mistral", "qwen2", "qwen3", "mixtral", "phi3", "gemma", "smollm3", "olmo2"})
-_KNOWN = _LLAMA_LIKE | {"deepseek_v3", "gpt2", "gpt_neox", "opt", "bloom", "bert", "roberta", "t5"}
+
+@dataclass(frozen=True, kw_only=True)
+class _Family:
+    """In what a decoder of equal blocks differs from Llama's: what its config does not say, or says by default."""
+
+    gated: bool = True
+    bias: str = ""
+    """The field that gives biases to all linear layers and the norms."""
+    qkv_bias: bool = False
+    qkv_field: str = ""
+    """The field that gives biases to q, k and v."""
+    norm_bias: bool = False
+    norms_per_layer: int = 2
+    final_norm: bool = True
+    qk_norm: bool = False
+    head_dim: int = 0
+    tied: bool = False
+    head_bias: bool = False
+    experts: str = ""
+    """The field that gives an expert's width, where every block has experts."""
+    without: tuple[str, ...] = ()
+    """Fields that must be absent or false: with them it is another model."""
+
+
+_BIASES = ("attention_bias", "mlp_bias")
+_EVERY_BLOCK = ("decoder_sparse_step", "moe_layer_freq")
+_FAMILIES = {
+    **dict.fromkeys(("llama", "mistral", "ministral", "phi3", "granite"), _Family()),
+    "mixtral": _Family(experts="intermediate_size"),
+    "qwen2": _Family(qkv_bias=True),
+    "qwen3": _Family(qk_norm=True, head_dim=128),
+    "qwen3_moe": _Family(
+        qk_norm=True,
+        head_dim=128,
+        experts="moe_intermediate_size",
+        without=("mlp_only_layers", "shared_expert_intermediate_size"),
+    ),
+    "gemma": _Family(head_dim=256, tied=True),
+    "gemma2": _Family(head_dim=256, tied=True, norms_per_layer=4),
+    "gemma3_text": _Family(head_dim=256, tied=True, norms_per_layer=4, qk_norm=True),
+    "smollm3": _Family(tied=True),
+    "olmo": _Family(norms_per_layer=0, final_norm=False),
+    "cohere": _Family(tied=True, norms_per_layer=1, without=("use_qk_norm",)),
+    "stablelm": _Family(norm_bias=True, qkv_field="use_qkv_bias", without=("use_parallel_residual", "qk_layernorm")),
+    "starcoder2": _Family(gated=False, bias="use_bias", norm_bias=True, tied=True),
+    "phi": _Family(
+        gated=False, bias="bias", norm_bias=True, norms_per_layer=1, head_bias=True, without=("qk_layernorm",)
+    ),
+}
+_CLASSES = {
+    "gpt2": "GPT2LMHeadModel",
+    "t5": "T5ForConditionalGeneration",
+    "bert": "BertModel",
+    "roberta": "RobertaModel",
+}
 
 
 class _Fields:
@@ -50,22 +104,50 @@ class _Fields:
         return value
 
 
-def shape_from_config(config: Mapping[str, Any], *, name: str, source: str = "config.json") -> ModelShape:
-    """The shape that a config describes. Raises PlanError that names the missing or wrong field.
+def is_known(config: Mapping[str, Any]) -> bool:
+    """Whether ``shape_from_config`` counts the very class that the config names (where it names none, the usual one)."""
+    kind, classes = str(config.get("model_type") or ""), config.get("architectures") or ()
+    usual = _CLASSES.get(kind)
+    named = str(classes[0]) if isinstance(classes, list | tuple) and classes else usual or "ForCausalLM"
+    alike = named == usual if usual else named.endswith("ForCausalLM")
+    if not alike or kind not in (*_FAMILIES, *_READERS):
+        return False
+    if any(config.get(field, 1) not in (1, None) for field in _EVERY_BLOCK):
+        return False
+    width = config.get("hidden_size")
+    if config.get("word_embed_proj_dim", width) != width:  # a table of another width than the blocks
+        return False
+    return kind in _READERS or not any(config.get(field) for field in (*_BIASES, *_FAMILIES[kind].without))
 
-    Model types that are not known are read by their usual field names, and the shape says so in its notes.
-    """
-    inner = config.get("text_config")
-    if isinstance(inner, Mapping) and "num_hidden_layers" not in config:
-        config = inner  # multimodal: the language model is what is planned
+
+def shape_from_config(config: Mapping[str, Any], *, name: str, source: str = "config.json") -> ModelShape:
+    """The shape that a config describes. Raises PlanError that names the missing or wrong field, or what is not known."""
     kind = str(config.get("model_type") or "")
     fields = _Fields(config, source, kind or "not given")
-    readers = {"gpt2": _gpt2, "gpt_neox": _neox, "opt": _opt, "bloom": _bloom, "t5": _t5}
-    readers["deepseek_v3"] = _deepseek
-    readers |= {"bert": _bert, "roberta": _bert}
-    if kind in readers:
-        return readers[kind](fields, name)
-    return _llama_like(fields, name, kind)
+    if kind in _READERS:
+        return _READERS[kind](fields, name)
+    if kind in _FAMILIES:
+        return _decoder(fields, name, _FAMILIES[kind])
+    if not kind:
+        raise PlanError(f"{source}: model_type is missing; write llama for a model of that kind")
+    raise PlanError(
+        f"{source}: model_type {kind!r} is not known; known are {', '.join(sorted((*_FAMILIES, *_READERS)))}"
+    )
+
+
+def usual_shape(config: Mapping[str, Any], *, name: str, source: str = "config.json") -> ModelShape | None:
+    """Heads, widths and experts by the usual names of fields, whatever the model type, for a model whose parameters are counted
+    elsewhere; None where they are not all given."""
+    try:
+        if is_known(config):
+            return shape_from_config(config, name=name, source=source)
+        inner = config.get("text_config")
+        values = inner if isinstance(inner, Mapping) and "num_hidden_layers" not in config else config
+        activation = f"{values.get('hidden_act') or values.get('hidden_activation') or ''}"
+        gated = any(part in activation for part in ("silu", "swiglu", "gelu_pytorch_tanh"))
+        return _decoder(_Fields(values, source, str(values.get("model_type"))), name, _Family(gated=gated))
+    except PlanError:
+        return None
 
 
 def _gpt2(fields: _Fields, name: str) -> ModelShape:
@@ -218,33 +300,35 @@ def _deepseek(fields: _Fields, name: str) -> ModelShape:
     )
 
 
-def _llama_like(fields: _Fields, name: str, kind: str) -> ModelShape:
-    known = kind in _LLAMA_LIKE
+def _decoder(fields: _Fields, name: str, family: _Family) -> ModelShape:
     layers, hidden = fields.need("num_hidden_layers", "n_layer"), fields.need("hidden_size", "n_embd")
-    heads = fields.need("num_attention_heads", "n_head")
-    experts = fields.get("num_local_experts", fields.get("num_experts", 0))
-    active = fields.get("num_experts_per_tok", 0)
-    ffn = fields.get("moe_intermediate_size", 0) if experts else 0
-    activation = fields.text("hidden_act") + fields.text("hidden_activation")
-    gated = known or "silu" in activation or "swiglu" in activation or not activation
-    notes = () if known else (f"model_type {kind or 'not given'} is not known: counted as a Llama-like model",)
-    bias = fields.flag("attention_bias", False)
+    heads, vocab = fields.need("num_attention_heads", "n_head"), fields.need("vocab_size")
+    named = ("num_local_experts", "num_experts", "n_routed_experts")
+    experts = fields.need(*named) if family.experts else max(fields.get(field, 0) for field in named)
+    ffn = fields.need(family.experts) if family.experts else fields.get("moe_intermediate_size", 0) if experts else 0
+    bias = bool(family.bias) and fields.flag(family.bias, True)
     return ModelShape(
         name=name,
         layers=layers,
         hidden=hidden,
         heads=heads,
         kv_heads=fields.get("num_key_value_heads", heads),
-        head_dim=fields.get("head_dim", 0) or (256 if kind == "gemma" else 128 if kind == "qwen3" else 0),
+        head_dim=fields.get("head_dim", 0) or family.head_dim,
         ffn=ffn or fields.need("intermediate_size"),
-        vocab=fields.need("vocab_size"),
-        gated=gated,
-        bias=False,
-        qkv_bias=kind == "qwen2" or bias,
-        qk_norm=kind == "qwen3",
-        norm_bias=False,
-        tied=fields.flag("tie_word_embeddings", kind in ("gemma", "smollm3")),
+        vocab=vocab,
+        gated=family.gated,
+        bias=bias,
+        qkv_bias=bias or family.qkv_bias or (bool(family.qkv_field) and fields.flag(family.qkv_field, False)),
+        qk_norm=family.qk_norm,
+        norm_bias=family.norm_bias,
+        norms_per_layer=family.norms_per_layer,
+        final_norm=family.final_norm,
+        tied=fields.flag("tie_word_embeddings", family.tied),
+        head_extra=vocab if family.head_bias else 0,
         experts=experts,
-        experts_active=active,
-        notes=notes,
+        experts_active=fields.need("num_experts_per_tok", "num_experts_per_token") if experts else 0,
     )
+
+
+_READERS = {"gpt2": _gpt2, "gpt_neox": _neox, "opt": _opt, "bloom": _bloom, "t5": _t5, "bert": _bert, "roberta": _bert}
+_READERS |= {"deepseek_v2": _deepseek, "deepseek_v3": _deepseek}

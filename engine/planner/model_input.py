@@ -2,13 +2,14 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from lamina.engine.checkpoint.deepspeed import refuse_deepspeed
 from lamina.engine.planner.errors import PlanError
-from lamina.engine.planner.hf_config import shape_from_config
+from lamina.engine.planner.hf_config import usual_shape
+from lamina.engine.planner.hf_library import shape_of_family
 from lamina.engine.planner.model_presets import MODEL_PRESETS, model_preset
 from lamina.engine.planner.model_shape import ModelShape
 from lamina.engine.planner.quantity import parse_number
@@ -72,19 +73,18 @@ def model_from_numbers(values: Mapping[str, Any]) -> ModelShape:
 
 def _from_folder(path: Path) -> ModelShape:
     config = path / "config.json"
-    base = _from_config(config) if config.is_file() else None
     index = path / "model.safetensors.index.json"
     files = sorted(path.glob("*.safetensors"))
     if index.is_file():
         shapes = indexed_shapes(index)
     elif files:
         shapes = {key: size for file in files for key, size in safetensors_shapes(file).items()}
-    elif base is not None:
-        return base
+    elif config.is_file():
+        return _from_config(config)
     else:
         refuse_deepspeed(path)
         raise PlanError(f"{path}: neither config.json nor safetensors files are in this folder")
-    return shape_from_tensors(shapes, name=path.name or str(path), config=base)
+    return shape_from_tensors(shapes, name=path.name or str(path), config=_beside(config))
 
 
 def _from_file(path: Path) -> ModelShape:
@@ -98,16 +98,31 @@ def _from_file(path: Path) -> ModelShape:
     else:
         refuse_deepspeed(path)
         raise PlanError(f"{path}: is neither a config.json nor a safetensors file or index")
-    base = _from_config(config) if config.is_file() else None
-    return shape_from_tensors(shapes, name=path.stem, config=base)
+    return shape_from_tensors(shapes, name=path.stem, config=_beside(config))
 
 
 def _from_config(path: Path) -> ModelShape:
+    values = _config(path)
+    return shape_of_family(values, name=_name(values, path), source=str(path))
+
+
+def _config(path: Path) -> dict[str, Any]:
     try:
         values = json.loads(path.read_text())
     except (ValueError, OSError) as error:
         raise PlanError(f"{path}: cannot be read as JSON ({error})") from error
     if not isinstance(values, dict):
         raise PlanError(f"{path}: is no JSON object")
-    name = str(values.get("_name_or_path") or path.parent.name or path.stem)
-    return replace(shape_from_config(values, name=name, source=str(path)))
+    return values
+
+
+def _name(values: Mapping[str, Any], path: Path) -> str:
+    return str(values.get("_name_or_path") or path.parent.name or path.stem)
+
+
+def _beside(path: Path) -> ModelShape | None:
+    """What a config beside the tensors says of heads and widths; None where there is none, or it does not."""
+    if not path.is_file():
+        return None
+    values = _config(path)
+    return usual_shape(values, name=_name(values, path), source=str(path))

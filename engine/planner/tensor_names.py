@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from lamina.engine.planner.errors import PlanError
-from lamina.engine.planner.hf_config import shape_from_config
+from lamina.engine.planner.hf_config import usual_shape
 from lamina.engine.planner.model_shape import ModelShape, ParamInventory
 
 _BLOCK = re.compile(r"^(.*?\b(?:h|layers?|blocks?))\.(\d+)\.")
@@ -109,7 +109,7 @@ def _outside(names: Sequence[str], root: Mapping[str, Sequence[int]]) -> tuple[t
 def shape_from_module(module: ModuleLike, *, name: str, heads: int | None = None) -> ModelShape:
     """The shape of a torch module; nothing is read but names, shapes and ``requires_grad``.
 
-    A Hugging Face module's own config tells heads and experts.
+    A Hugging Face module's own config tells heads and experts, where it names them as usual.
     """
     tensors, trainable = {}, 0
     for key, parameter in module.named_parameters():
@@ -118,7 +118,7 @@ def shape_from_module(module: ModuleLike, *, name: str, heads: int | None = None
     config = getattr(module, "config", None)
     known = None
     if config is not None and hasattr(config, "to_dict"):
-        known = shape_from_config(config.to_dict(), name=name, source=f"{name}.config")
+        known = usual_shape(config.to_dict(), name=name, source=f"{name}.config")
     return shape_from_tensors(tensors, name=name, heads=heads, trainable=trainable, config=known)
 
 

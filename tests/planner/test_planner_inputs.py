@@ -17,6 +17,7 @@ from lamina.engine.planner import (
     PlanError,
     Question,
     Workload,
+    hf_library,
     machine_from_mapping,
     machine_preset,
     model_preset,
@@ -90,12 +91,46 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "v_head_dim": 16,
     },
     "gemma": {**GROUPED, "head_dim": 16},
+    "gemma2": {**GROUPED, "head_dim": 16},
+    "gemma3_text": {**GROUPED, "head_dim": 16},
+    "granite": GROUPED,
+    "olmo": GROUPED,
+    "cohere": GROUPED,
+    "stablelm": GROUPED,
+    "starcoder2": GROUPED,
+    "phi": GROUPED,
+    "qwen3_moe": {
+        **SMALL,
+        "num_key_value_heads": 2,
+        "moe_intermediate_size": 16,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "head_dim": 16,
+    },
     "gpt_neox": {**SMALL, "intermediate_size": 48},
     "opt": {**SMALL, "ffn_dim": 48, "max_position_embeddings": 16, "word_embed_proj_dim": 32},
     "bloom": {"vocab_size": 96, "n_layer": 2, "hidden_size": 32, "n_head": 4},
     "bert": {**SMALL, "intermediate_size": 48, "max_position_embeddings": 16, "type_vocab_size": 2},
     "t5": {"vocab_size": 96, "num_layers": 2, "d_model": 32, "num_heads": 4, "d_ff": 48, "d_kv": 8},
 }
+
+
+CONFIGS["deepseek_v2"] = CONFIGS["deepseek_v3"]
+OTHERS: dict[str, dict[str, Any]] = {
+    "falcon": {**SMALL, "multi_query": True},
+    "bart": {
+        **{"d_model": 32, "vocab_size": 96, "max_position_embeddings": 16},
+        **{f"{side}_{what}": 2 for side in ("encoder", "decoder") for what in ("layers", "attention_heads")},
+        **{f"{side}_ffn_dim": 48 for side in ("encoder", "decoder")},
+    },
+    "vit": {**SMALL, "intermediate_size": 48, "image_size": 8, "patch_size": 4},
+    "mamba": {"vocab_size": 96, "num_hidden_layers": 2, "hidden_size": 32, "state_size": 4},
+    "llama": {**GROUPED, "attention_bias": True},
+    "opt": {**SMALL, "ffn_dim": 48, "max_position_embeddings": 16, "word_embed_proj_dim": 16},
+    "bert": {**SMALL, "intermediate_size": 48, "architectures": ["BertForMaskedLM"]},
+    "qwen2_moe": {**GROUPED, "moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2},
+}
+"""Families and variants that are not read by their fields."""
 
 
 @pytest.fixture(scope="module")
@@ -139,9 +174,45 @@ def test_config_with_a_wrong_value_names_the_field(wrong: object) -> None:
         shape_from_config(config, name="m")
 
 
-def test_unknown_model_type_is_counted_and_said() -> None:
-    shape = shape_from_config({"model_type": "newthing", **GROUPED}, name="m")
-    assert "newthing is not known" in shape.notes[0]
+@pytest.mark.parametrize("kind", OTHERS)
+def test_other_families_are_counted_by_their_definition(kind: str, transformers: Any, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, **OTHERS[kind]}))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        shape = read_model(str(tmp_path))
+        config = transformers.AutoConfig.for_model(kind, **OTHERS[kind])
+        named = {"bert": transformers.BertForMaskedLM, "vit": transformers.ViTModel}
+        named["bart"] = transformers.BartForCausalLM
+        with torch.device("meta"):
+            model = named[kind](config) if kind in named else transformers.AutoModelForCausalLM.from_config(config)
+    assert shape.total_params == sum(parameter.numel() for parameter in model.parameters())
+    assert any(f"builds {type(model).__name__}" in note for note in shape.notes)
+    assert not any("assumed" in note for note in shape.notes) or kind == "mamba"
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"model_type": "newthing", **GROUPED}, "does not know model_type 'newthing'"),
+        ({"model_type": "newthing", "auto_map": {"AutoConfig": "code.New"}}, "which is not run"),
+        (GROUPED, "model_type is missing"),
+        ({"model_type": "falcon", **SMALL, "hidden_size": "wide"}, "cannot build a falcon model"),
+        ({"model_type": "albert", **SMALL, "embedding_size": 16}, "found no blocks"),
+    ],
+)
+def test_what_nobody_knows_is_refused(config: dict[str, Any], message: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(PlanError, match=message):
+            read_model(str(tmp_path))
+
+
+def test_without_transformers_it_is_said_what_would_help(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hf_library, "find_spec", lambda _: None)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "falcon", **SMALL}))
+    with pytest.raises(PlanError, match=r"falcon.*pip install lamina\[hf\]"):
+        read_model(str(tmp_path))
 
 
 def tensors_of(model: torch.nn.Module) -> dict[str, np.ndarray[Any, Any]]:
