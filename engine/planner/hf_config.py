@@ -12,6 +12,8 @@ from lamina.engine.planner.model_shape import ModelShape, ParamInventory
 class _Family:
     """In what a decoder of equal blocks differs from Llama's: what its config does not say, or says by default."""
 
+    grouped: bool = True
+    """The number of key and value heads must be given; else it is that of the heads by default."""
     gated: bool = True
     bias: str = ""
     """The field that gives biases to all linear layers and the norms."""
@@ -34,7 +36,8 @@ class _Family:
 _BIASES = ("attention_bias", "mlp_bias")
 _EVERY_BLOCK = ("decoder_sparse_step", "moe_layer_freq")
 _FAMILIES = {
-    **dict.fromkeys(("llama", "mistral", "ministral", "phi3", "granite"), _Family()),
+    **dict.fromkeys(("llama", "phi3", "granite"), _Family(grouped=False)),
+    **dict.fromkeys(("mistral", "ministral"), _Family()),
     "mixtral": _Family(experts="intermediate_size"),
     "qwen2": _Family(qkv_bias=True),
     "qwen3": _Family(qk_norm=True, head_dim=128),
@@ -48,12 +51,18 @@ _FAMILIES = {
     "gemma2": _Family(head_dim=256, tied=True, norms_per_layer=4),
     "gemma3_text": _Family(head_dim=256, tied=True, norms_per_layer=4, qk_norm=True),
     "smollm3": _Family(tied=True),
-    "olmo": _Family(norms_per_layer=0, final_norm=False),
-    "cohere": _Family(tied=True, norms_per_layer=1, without=("use_qk_norm",)),
+    "olmo": _Family(grouped=False, norms_per_layer=0, final_norm=False),
+    "cohere": _Family(grouped=False, tied=True, norms_per_layer=1, without=("use_qk_norm",)),
     "stablelm": _Family(norm_bias=True, qkv_field="use_qkv_bias", without=("use_parallel_residual", "qk_layernorm")),
     "starcoder2": _Family(gated=False, bias="use_bias", norm_bias=True, tied=True),
     "phi": _Family(
-        gated=False, bias="bias", norm_bias=True, norms_per_layer=1, head_bias=True, without=("qk_layernorm",)
+        grouped=False,
+        gated=False,
+        bias="bias",
+        norm_bias=True,
+        norms_per_layer=1,
+        head_bias=True,
+        without=("qk_layernorm",),
     ),
 }
 _CLASSES = {
@@ -145,7 +154,9 @@ def usual_shape(config: Mapping[str, Any], *, name: str, source: str = "config.j
         values = inner if isinstance(inner, Mapping) and "num_hidden_layers" not in config else config
         activation = f"{values.get('hidden_act') or values.get('hidden_activation') or ''}"
         gated = any(part in activation for part in ("silu", "swiglu", "gelu_pytorch_tanh"))
-        return _decoder(_Fields(values, source, str(values.get("model_type"))), name, _Family(gated=gated))
+        return _decoder(
+            _Fields(values, source, str(values.get("model_type"))), name, _Family(gated=gated, grouped=False)
+        )
     except PlanError:
         return None
 
@@ -312,7 +323,7 @@ def _decoder(fields: _Fields, name: str, family: _Family) -> ModelShape:
         layers=layers,
         hidden=hidden,
         heads=heads,
-        kv_heads=fields.get("num_key_value_heads", heads),
+        kv_heads=fields.need("num_key_value_heads") if family.grouped else fields.get("num_key_value_heads", heads),
         head_dim=fields.get("head_dim", 0) or family.head_dim,
         ffn=ffn or fields.need("intermediate_size"),
         vocab=vocab,
