@@ -1,10 +1,13 @@
 """The window of fetched groups: the bytes that it comes to hold, and no more than these are set aside for it."""
 
+from functools import lru_cache
 from itertools import dropwhile
 
 from lamina.engine.planner.case import Case
 from lamina.engine.planner.placement import NVME
 from lamina.tiers.window import shortened, window_peak
+
+_peak = lru_cache(maxsize=1024)(window_peak)  # many placements have the same groups to fetch
 
 
 def window_bytes(case: Case) -> int:
@@ -39,9 +42,9 @@ def _held(case: Case, capacity: int) -> int:
     order = forward + list(dropwhile(lambda place: place not in blocks, forward))[::-1]
     # A copy that the update writes into is of use in the next step, too, as is one of frozen parameters.
     renewed = case.place.param == NVME and case.machine.shared_memory
-    return window_peak(
-        sizes,
-        shortened(order, sizes, capacity, lookahead=lookahead),
+    return _peak(
+        tuple(sizes),
+        tuple(shortened(order, sizes, capacity, lookahead=lookahead)),
         capacity,
         lookahead=lookahead,
         carried=frozenset(range(len(sizes))) - (set() if renewed else trained),

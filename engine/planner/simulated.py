@@ -2,6 +2,7 @@
 
 from lamina.engine.planner.case import Case
 from lamina.engine.planner.errors import PlanError
+from lamina.engine.planner.flops import step_flops
 from lamina.engine.planner.footprint import footprint
 from lamina.engine.planner.obstacles import obstacles
 from lamina.engine.planner.placement import DEVICE, HOST, NVME
@@ -39,9 +40,8 @@ def placement_question(case: Case) -> PlacementQuestion:
 
 
 def _times(case: Case) -> ComputeTimes:
-    """Backward takes twice a forward pass, and once more where blocks are computed again."""
     seconds, _ = compute_seconds(case)
-    one = seconds / case.load.accumulation / (4 if case.load.checkpoint_interval else 3)
+    one = seconds / case.load.accumulation * step_flops(case.model, case.load).forward_share
     load, machine = case.load, case.machine
     per_element = load.grad_bytes + update_read_bytes_per_param(load.dtype, load.optimizer)
     per_element += update_write_bytes_per_param(load.dtype, load.optimizer)

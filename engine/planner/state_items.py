@@ -122,16 +122,17 @@ def _device_gradients(case: Case) -> Iterator[Item]:
 
 
 def _in_flight(case: Case) -> Item:
-    """Autograd's own output: the gradient that is being computed, and the one before it that is still on its way."""
+    """Autograd's own output: what is being computed and what is still on its way, single parameters where that is a copy within
+    one memory, groups where a link lies between."""
     load, part, tensor = case.load, case.slice, case.place.tensor
-    largest = min(-(-case.model.params.largest_param // tensor), max(part.trainable))
-    return Item(
-        tier=DEVICE,
-        kind=Kind.IN_FLIGHT,
-        nbytes=2 * largest * load.itemsize,
-        phases=ON_THE_WAY_BACK,
-        formula=f"{load.itemsize} B x two of the largest parameters: one computed, one taken over",
-    )
+    if case.machine.shared_memory:
+        numel = 2 * min(-(-case.model.params.largest_param // tensor), max(part.trainable))
+        what = "two of the largest parameters: one computed, one taken over"
+    else:
+        numel = part.trainable_outside + max(part.trainable_blocks, default=0) * min(2, len(part.blocks))
+        what = "(all outside the blocks + two blocks in flight)"
+    formula = f"{load.itemsize} B x {what}"
+    return Item(tier=DEVICE, kind=Kind.IN_FLIGHT, nbytes=numel * load.itemsize, phases=ON_THE_WAY_BACK, formula=formula)
 
 
 def _buckets(case: Case) -> Iterator[Item]:

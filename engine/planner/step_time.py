@@ -113,8 +113,8 @@ def _on_cores(case: Case, work: Mapping[str, float], links: Mapping[str, float])
 
 def _share_before_updates(case: Case) -> float:
     """Part of the passes after which the last block's gradient is final: all micro-batches but the last, then a forward pass
-    (a third of a micro-batch's time, a quarter where blocks are computed again) and one block's way back."""
-    forward = 1 / (4 if case.load.checkpoint_interval else 3)
+    and one block's way back."""
+    forward = step_flops(case.model, case.load).forward_share
     in_last = forward + (1 - forward) / max(len(case.slice.blocks), 1)
     return (case.load.accumulation - 1 + in_last) / case.load.accumulation
 

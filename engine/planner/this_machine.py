@@ -15,9 +15,9 @@ PROCESS_BYTES = 350 * MIB
 FRAGMENT_SHARE = 0.15
 """What the C library's heap keeps beyond the activations in use; measured 12 to 20 percent in plain torch."""
 
-FRAGMENT_SHARE_OF_RANKS = 0.8
+FRAGMENT_SHARE_OF_RANKS = 0.6
 """The same where ranks exchange through this memory: what collectives keep lies between a pass's tensors, so that the next pass
-finds no whole room there. Measured 60 to 90 percent of activations and copies at two ranks, most on rank 0."""
+finds no whole room there. Measured 50 to 70 percent of activations and copies at two ranks, most on rank 0."""
 
 
 def this_machine(

@@ -17,6 +17,7 @@ from lamina.engine.planner import (
     step_time,
 )
 from lamina.engine.planner.channel_bytes import Channel, channel_bytes
+from lamina.engine.planner.flops import step_flops
 from lamina.engine.planner.obstacles import obstacles
 from lamina.engine.planner.simulated import placement_question, simulated_step
 from lamina.engine.planner.step_time import compute_seconds
@@ -88,3 +89,14 @@ def test_collectives_between_processes_take_the_cores_that_compute() -> None:
     assert moved > 0
     assert found.passes[Channel.COMPUTE] == pytest.approx(compute_seconds(case)[0] + moved / 1e9)
     assert Channel.COLLECTIVE not in found.passes
+
+
+def test_blocks_are_computed_again_up_to_the_product_that_ends_them() -> None:
+    model = ModelShape(name="m", layers=6, hidden=64, heads=4, ffn=96, vocab=50, bias=False, norm_bias=False)
+    again = {}
+    for interval in (0, 1, 2, 6):
+        flops = step_flops(model, Workload(sequence=32, checkpoint_interval=interval))
+        again[interval] = flops.hardware_per_token - flops.model_per_token
+        assert flops.forward_share == flops.forward_per_token / flops.hardware_per_token
+    head, last, forward = 2 * 50 * 64, 2 * 96 * 64, flops.forward_per_token
+    assert again == {0: 0, 1: forward - head - 6 * last, 2: forward - head - 3 * last, 6: forward - head - last}
