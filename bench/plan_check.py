@@ -19,10 +19,7 @@ from typing import Any
 
 import torch
 
-from lamina.aio_native import AsyncIO
 from lamina.bench.gpt import GPT, GPTShape
-from lamina.bench.plan_peers import peer_rate
-from lamina.bench.plan_rates import quick_rates, training_flops
 from lamina.bench.report import Reporter
 from lamina.engine.planner import (
     Buffers,
@@ -41,14 +38,18 @@ from lamina.engine.planner.options import option
 from lamina.engine.planner.placement import DEVICE, HOST, NVME
 from lamina.engine.planner.quantity import format_bytes, format_seconds
 from lamina.engine.planner.state_bytes import as_dtype
-from lamina.tiers.probe import probe_disk
 
 BYTES_TOLERANCE, RSS_TOLERANCE, TIME_TOLERANCE = 0.03, 0.10, 0.20
 ENGINE_BYTES, FILE_IO_BYTES = 24 << 20, 10 << 20
 """What an engine takes beyond its arenas in a process that has torch: kernels, bookkeeping and torch's workspaces for products
 of this size (14 MiB measured), and what the C library's heap does not give back; with state on nvme the ring, I/O threads and
 checksums."""
-STEPS = 5
+NOMINAL_RATES = {
+    **dict.fromkeys(("half_flops", "fp32_flops"), 1e11),
+    **dict.fromkeys(("host_bandwidth", "nvme_read_bandwidth", "nvme_write_bandwidth"), 1e9),
+}
+"""For bytes, which no rate changes."""
+STEPS = 4
 TIMEOUT_S = 300
 SHAPE = GPTShape(layers=8, dim=512, heads=8, seq=256)
 
@@ -176,20 +177,13 @@ def check(report: Reporter, *, nvme_path: str | None = None, quick: bool = False
     return 0 if all(verdict.holds for verdict in verdicts) else 1
 
 
-def disk_rates(folder: Path) -> dict[str, float]:
-    """Fields of the planner's machine for the disk under `folder`."""
-    with AsyncIO() as io:
-        speed = probe_disk(io, folder)
-    return {"nvme_read_bandwidth": speed.read, "nvme_write_bandwidth": speed.write}
-
-
-def rates_for(trial: Trial, folder: Path) -> dict[str, float]:
-    """Fields of the planner's machine, measured now: the disk, memory, and a small run in memory of the trial's dtype, width
-    and batch."""
-    flops = training_flops(trial.dtype, trial.shape, micro_batch=trial.micro_batch)
-    name = "half_flops" if trial.dtype != "fp32" else "fp32_flops"
-    peers = {"peer_bandwidth": peer_rate()} if trial.ranks > 1 else {}
-    return {**quick_rates(), **disk_rates(folder), **peers, name: flops, "achievable": 1.0}
+def host_rates(of_ranks: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Fields of the planner's machine from what its ranks reached at once: they share cores, memory and disk."""
+    each = ("achievable", "peer_bandwidth")
+    return {
+        name: min(rates[name] for rates in of_ranks) if name in each else sum(rates[name] for rates in of_ranks)
+        for name in of_ranks[0]
+    }
 
 
 def machine_for(trial: Trial, folder: Path, rates: dict[str, float]) -> Machine:
@@ -212,10 +206,8 @@ def planned(trial: Trial, folder: Path, rates: dict[str, float]) -> Option:
 
 
 def try_out(trial: Trial, folder: Path) -> Verdict:
-    """Plan, emit, train, compare. Times are planned by the mean of the rates right before and right after the run: those of a
-    shared machine drift."""
-    before = rates_for(trial, folder)
-    item = planned(trial, folder, before)
+    """Plan, emit, train, compare. Bytes are planned before the run; seconds by the rates that were measured between its steps."""
+    item = planned(trial, folder, NOMINAL_RATES)
     job = {
         "shape": {name: getattr(trial.shape, name) for name in ("layers", "dim", "heads", "seq", "tied")},
         "config": emit_config(item, nvme_path=str(folder)),
@@ -227,12 +219,9 @@ def try_out(trial: Trial, folder: Path) -> Verdict:
     predicted = {tier: item.held.arena_peak(tier) for tier in (DEVICE, HOST)}
     predicted[NVME] = item.held.peak(NVME)
     results, error = run_ranks(job, trial.ranks)
-    after = rates_for(trial, folder)
-    time = planned(trial, folder, {name: (before[name] + after[name]) / 2 for name in before}).time
     if error:
-        return Verdict(
-            trial=trial, predicted=predicted, measured={}, rss=(0, 1), step_s=(time.step_s, 1.0), error=error
-        )
+        return Verdict(trial=trial, predicted=predicted, measured={}, rss=(0, 1), step_s=(0.0, 1.0), error=error)
+    time = planned(trial, folder, host_rates([result["rates"] for result in results])).time
     measured = {tier: max(result["peak_bytes"].get(tier, 0) for result in results) for tier in predicted}
     return Verdict(
         trial=trial,

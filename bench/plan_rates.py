@@ -5,14 +5,17 @@ from collections.abc import Callable
 from statistics import median
 
 import torch
+from torch import distributed as dist
 
 from lamina.bench.gpt import GPT, VOCABULARY, GPTShape
 from lamina.engine.planner import Workload, shape_from_module
 from lamina.engine.planner.flops import step_flops
 from lamina.engine.planner.state_bytes import as_dtype
+from lamina.zero.fixed_order import FixedOrder
 
 _MATRIX = 1024
 _ADAM_FLOATS = 1 << 23
+_EXCHANGED = 16 << 20
 _REPEATS = 5
 _KERNEL_SHARE = 0.7
 """Share of a bare matrix product's rate that a whole forward and backward pass reaches."""
@@ -48,6 +51,21 @@ def training_flops(dtype: str, shape: GPTShape, *, micro_batch: int = 2) -> floa
     load = Workload(micro_batch=micro_batch, sequence=shape.seq, dtype=as_dtype(dtype), checkpoint_interval=0)
     flops = step_flops(shape_from_module(model, name="gpt", heads=small.heads), load).hardware_per_token
     return flops * load.tokens / _median_seconds(work)
+
+
+def exchange_rate(dtype: torch.dtype, nbytes: int = _EXCHANGED) -> float:
+    """Bytes per second that a rank of the default process group receives in gathers of parameters and sums of gradients, with
+    the adding up. Collective, of CPU memory."""
+    ranks = dist.get_world_size()
+    flat = torch.ones(nbytes // dtype.itemsize // ranks * ranks, dtype=dtype)
+    part = flat[: flat.numel() // ranks].clone()
+    sums = FixedOrder(rank=dist.get_rank(), world_size=ranks, exchange_group=None, gather_group=None)
+
+    def work() -> None:
+        dist.all_gather_into_tensor(flat, part)
+        sums.start_reduce_scatter(flat, part).wait()
+
+    return 2 * flat.nbytes * (ranks - 1) / ranks / _median_seconds(work)
 
 
 def _product_flops(dtype: torch.dtype) -> float:

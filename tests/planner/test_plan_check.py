@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from lamina.bench.__main__ import main as lamina
-from lamina.bench.plan_check import Trial, Verdict, trials
+from lamina.bench.plan_check import Trial, Verdict, host_rates, trials
 from lamina.bench.plan_peers import exchange, peer_rate
 from lamina.engine.planner import machine_preset, model_preset
 from lamina.engine.planner.options import Question, option
@@ -47,6 +47,12 @@ def test_trials_cover_what_was_promised() -> None:
     assert {trial.ranks for trial in chosen} == {1, 2}
     assert {trial.checkpointing for trial in chosen} == {False, True}
     assert len({trial.label for trial in chosen}) == len(chosen)
+
+
+def test_what_ranks_reach_at_once_adds_up_to_the_host() -> None:
+    ranks = [{"half_flops": 2.0, "achievable": 1.0, "peer_bandwidth": 5.0}, {"half_flops": 3.0, "achievable": 1.0}]
+    ranks[1]["peer_bandwidth"] = 4.0
+    assert host_rates(ranks) == {"half_flops": 5.0, "achievable": 1.0, "peer_bandwidth": 4.0}
 
 
 @pytest.mark.slow
