@@ -7,9 +7,14 @@ runs forward and backward; transfers run in the native layer.
 nothing computes with any more. Until the update is committed such a copy is ahead of its home: it is DIRTY, and a use of its
 group drops it and fetches what still counts. With the commit it counts like its home and is kept for the next step, which
 need not read it. Kept copies lie there unbound, so that nobody can change one behind its home's back.
+
+[Note: evicting alike] Ranks gather what they fetch, so all must fetch and evict the same groups. When memory comes back is a
+matter of time, though: a collective's work object holds its tensors a little longer than the collective takes. With
+``alike`` memory that was let go of is therefore waited for before it is counted.
 """
 
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
@@ -113,8 +118,8 @@ class Executor:
     ``acquire`` returns once the group's parameters are usable. ``pin`` keeps it from being evicted until the same
     number of ``unpin``. The group that was acquired last is never evicted either.
 
-    ``settle_changes`` is called before a copy is evicted that an update may be writing into. Where ranks must evict alike it
-    waits for the update, so that the memory comes back at once.
+    ``alike``: see [Note: evicting alike]. ``settle_changes`` is called before a copy is evicted that an update may be writing
+    into; there it waits for the update, so that the memory comes back at once.
 
     ``pace`` is asked once a step how long fetches take; without it, or where it gives None, they are issued as early as the
     window allows, as far as ``lookahead``.
@@ -128,10 +133,12 @@ class Executor:
     counters: ExecutorCounters = field(default_factory=ExecutorCounters)
     pace: Callable[[], Pace | None] = lambda: None
     settle_changes: Callable[[], None] = lambda: None
+    alike: bool = False
 
     def __post_init__(self) -> None:
         self._seats = [_Seat() for _ in self.sources]
         self._timetable: Timetable | None = None
+        self._let_go: list[weakref.ref[object]] = []  # what is, or was, behind blocks that were given back
         self.homes_changed()
         self._current = -1
         self._compute_since = time.perf_counter()
@@ -232,7 +239,21 @@ class Executor:
 
     # -- mechanism ---------------------------------------------------------------------------------------------------
 
+    def give_back(self, block: Block) -> None:
+        """Free a block of the device tier."""
+        if self.alike and not block.freed:
+            self._let_go.append(weakref.ref(block.storage))
+        block.free()
+
+    def _settle_memory(self) -> None:
+        """Wait for memory that was let go of, but not for ever: who holds a tensor over it for longer holds it on all ranks."""
+        until = time.perf_counter() + PATIENCE_S
+        while any(storage() is not None for storage in self._let_go) and time.perf_counter() < until:
+            time.sleep(PATIENCE_S / 10_000)
+        self._let_go.clear()
+
     def _state(self) -> DeviceState:
+        self._settle_memory()
         held, busy = {}, set()
         for index, seat in enumerate(self._seats):
             if seat.block is not None:
@@ -288,7 +309,7 @@ class Executor:
         seat, source = self._seats[index], self.sources[index]
         transfer = source.start(block, priority)
         if transfer is None:
-            block.free()
+            self.give_back(block)
             return False
         seat.residency = seat.residency.fetch()
         seat.block, seat.transfer, seat.started = block, transfer, time.perf_counter()
@@ -308,7 +329,7 @@ class Executor:
             fetching = seat.residency is Residency.FETCHING
             seat.residency = seat.residency.fail() if fetching else seat.residency.evict()
             seat.block = None
-            block.free()
+            self.give_back(block)
             raise
         if seat.residency is Residency.FETCHING:
             seat.residency = seat.residency.arrive()
@@ -326,7 +347,7 @@ class Executor:
                 transfer.drop()
         finally:
             if block is not None:
-                block.free()
+                self.give_back(block)
 
     def _evict(self, index: int) -> None:
         seat = self._seats[index]
@@ -338,7 +359,7 @@ class Executor:
         if bound:
             self.sources[index].unbind()
         if block is not None:
-            block.free()
+            self.give_back(block)
         self.counters.evictions += 1
 
     def _keep(self, index: int, *, renewed: bool) -> None:
@@ -386,6 +407,7 @@ class Executor:
                 return self._room_soon(nbytes, owner)
 
     def _try_alloc(self, nbytes: int, owner: str) -> Block | None:
+        self._settle_memory()
         return self.arena.try_alloc(nbytes, owner, last=nbytes != self._tile)
 
     def _room_soon(self, nbytes: int, owner: str) -> Block:

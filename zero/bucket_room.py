@@ -37,3 +37,6 @@ class BucketRoom:
         self._closing.callback(arena.close)
         self._added.append(arena)
         return arena.alloc(nbytes, owner)
+
+    def give_back(self, block: Block) -> None:
+        self._executor.give_back(block)

@@ -12,6 +12,8 @@ from .options import ZeroOptions
 ADAM_ELEMENTS_PER_S = 5e8
 """Until it was measured: what a dozen GB/s of memory give."""
 
+SHARING = "sharing what was measured of the machine"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
@@ -42,10 +44,10 @@ def decide(question: PlacementQuestion, usual: Placement, options: ZeroOptions, 
     if usual.nvme_bytes and ranks.union([not measured])[0]:
         return Decision(placement=usual, links=known)
     if measured:
-        mean = [ranks.sum(number) / ranks.world_size for number in known.numbers]
+        mean = [ranks.mean(number, SHARING) for number in known.numbers]
         known = known.shared_as(mean) if ranks.world_size > 1 else known
     rate = known.adam_elements_per_s or ADAM_ELEMENTS_PER_S
-    adam = ranks.sum(rate) / ranks.world_size
+    adam = ranks.mean(rate, SHARING)
     times = ComputeTimes.proportional(question.segments, forward_s=0.0, backward_s=0.0, adam_elements_per_s=adam)
     settled = replace(question, links=known.model, times=times)
     # State that is kept for a later process must lie where that one will look for it, whatever it measures.

@@ -16,7 +16,7 @@ from torch import nn
 from lamina.tiers import Plane
 
 from .collectives import Ranks
-from .grad_norm import clip_factor, global_norm
+from .grad_norm import GradientNorm, clip_factor
 from .gradient_plane import GradientPlane
 from .gradients import Gradients
 from .kernels import Kernels
@@ -70,7 +70,7 @@ class ClientOptimizer:
         self.copies: Copies | None = None
         self._segments = [segment for segment in segments if segment.trainable]
         self._gradients = gradients
-        self._kernels = kernels
+        self._norm = GradientNorm(self._segments, gradients, kernels, ranks)
         self._ranks = ranks
         self._masters = self._make_masters()
 
@@ -156,7 +156,7 @@ class ClientOptimizer:
         """See TieredAdam.finish. Raises what the optimizer's ``step`` raises."""
         del step
         began = time.perf_counter()
-        norm = global_norm(self._segments, self._gradients, self._kernels, self._ranks, {}) / grad_scale
+        norm = self._norm.value() / grad_scale
         if skip_nonfinite and not math.isfinite(norm):
             self.discard()
             self.outcome = StepOutcome(grad_norm=norm, grad_multiplier=1.0, redone=0, skipped=True)

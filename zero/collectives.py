@@ -183,11 +183,24 @@ class Ranks:
 
     # -- small things --------------------------------------------------------------------------------------------------
 
-    def sum(self, value: float) -> float:
-        """Sum of a number over the ranks, in double precision and the same on all of them."""
-        if self.world_size == 1:
-            return value
-        return sum(numbers[0] for numbers in self.gather_numbers([value], "summing the gradient norm"))
+    def mean(self, value: float, doing: str) -> float:
+        """Mean of a number over the ranks, in double precision and the same on all of them. ``doing``: as in ``union``."""
+        return sum(numbers[0] for numbers in self.gather_numbers([value], doing)) / self.world_size
+
+    def exchange(
+        self, sent: Sequence[Sequence[torch.Tensor]], received: Sequence[Sequence[torch.Tensor]], doing: str
+    ) -> None:
+        """Give ``sent[r]`` to rank r, and fill ``received[r]`` with what it gives to this one (fp32, 1-d). Lengths must match."""
+        began = time.perf_counter()
+        ours, theirs = ([sum(map(len, parts)) for parts in side] for side in (sent, received))
+        mine = torch.cat([torch.empty(0), *(part for parts in sent for part in parts)]).to(self.device)
+        arrived = torch.empty(sum(theirs), device=self.device)
+        with self._explained(doing):
+            dist.all_to_all_single(arrived, mine, theirs, ours, group=self.reduce_group)
+        parts = [part for parts in received for part in parts]
+        for part, values in zip(parts, torch.split(arrived, [len(part) for part in parts]), strict=True):
+            part.copy_(values)
+        self._account(began, mine)
 
     def union(self, flags: Sequence[bool], doing: str = "agreeing on which parameters were used") -> list[bool]:
         """Element-wise or over the ranks. ``doing`` tells in errors what it was for."""

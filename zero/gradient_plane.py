@@ -4,7 +4,7 @@ With one micro-batch per step a plane has the compute dtype and holds the gradie
 fp32 and they are added up. Sums are taken in the order in which the micro-batches ran.
 """
 
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Set
 from typing import Any
 
 import torch
@@ -98,12 +98,6 @@ class GradientPlane:
             raise RuntimeError(f"{self.segment.name} has no gradient in memory")
         first, last = self._pieces.get(slot_index, (0, 0))
         return self._flat[first:last]
-
-    def pieces(self) -> Iterator[tuple[int, int]]:
-        """First and past-the-last element of this rank's part of each parameter that has a gradient, in order."""
-        for slot_index, (first, last) in self._pieces.items():
-            if slot_index in self.arrived:
-                yield first, last
 
     def add(self, slot_index: int, gradient: torch.Tensor) -> None:
         """Copy a parameter's first gradient of the window, add every later one. Only where the shard is the whole."""

@@ -7,7 +7,6 @@ or alignment.
 """
 
 import errno
-import math
 import os
 import warnings
 from array import array
@@ -35,7 +34,7 @@ __all__ = [
 ]
 
 NORM_BLOCK = 4096
-"""Elements per partial sum of squared_norm: a plane cut at multiples of this has the same partials."""
+"""Elements to a sum of squared_norm: a plane cut at multiples of this has the same sums."""
 
 _PATHS = ("portable", "avx2", "avx512", "neon")  # index: enum lk_path
 _MAX_THREADS = 1024
@@ -99,20 +98,15 @@ class Kernels:
         """All the updates of a batch in one call: many small planes cost little more than one large one."""
         self._raise(lib.lk_adam(self._live(), batch.args, len(batch)))
 
-    def squared_norm_partials(self, n: int, *, src: int, dtype: DType, out: int) -> int:
-        """Writes the sum of squares of each block of NORM_BLOCK elements (a double) to out; returns how many.
+    def squared_norm(self, n: int, *, src: int, dtype: DType) -> "array[float]":
+        """The sum of squares of each block of NORM_BLOCK elements, a double; the last block may be shorter.
 
         The order inside a block is fixed; infinities and NaN show in the block's sum.
         """
-        check_planes(n, (src, dtype.itemsize, "src"), (out, 8, "out"))
-        self._raise(lib.lk_squared_norm(self._live(), n, src, dtype, out))
-        return num_norm_blocks(n)
-
-    def squared_norm(self, n: int, *, src: int, dtype: DType) -> float:
-        """Sum of squares of n elements, the partial sums added without rounding error (math.fsum)."""
-        partials = array("d", bytes(8 * num_norm_blocks(n)))
-        self.squared_norm_partials(n, src=src, dtype=dtype, out=partials.buffer_info()[0])
-        return math.fsum(partials)
+        sums = array("d", bytes(8 * num_norm_blocks(n)))
+        check_planes(n, (src, dtype.itemsize, "src"))
+        self._raise(lib.lk_squared_norm(self._live(), n, src, dtype, sums.buffer_info()[0]))
+        return sums
 
     def has_nonfinite(self, n: int, *, src: int, dtype: DType) -> bool:
         """Whether an infinity or a NaN is among n elements."""
@@ -201,7 +195,7 @@ def default_num_threads() -> int:
 
 
 def num_norm_blocks(n: int) -> int:
-    """How many partial sums squared_norm_partials writes for n elements."""
+    """How many sums squared_norm gives for n elements."""
     return -(-n // NORM_BLOCK)
 
 

@@ -18,7 +18,7 @@ import torch
 from lamina.tiers import GenerationStore, Transaction
 
 from .collectives import Ranks
-from .grad_norm import clip_factor, global_norm, partial_norms
+from .grad_norm import GradientNorm, clip_factor
 from .gradient_plane import GradientPlane
 from .gradients import Gradients
 from .kernels import AdamHyper, Kernels
@@ -108,12 +108,11 @@ class TieredAdam(PlainOptimizer):
         self._segments = [segment for segment in segments if segment.trainable]
         self._gradients = gradients
         self._updater = updater
-        self._kernels = kernels
         self._store = store
         self._ranks = ranks or Ranks()
         self._transaction: Transaction | None = None
         self._early: dict[int, _Early] = {}
-        self._norms: dict[int, list[float]] = {}
+        self._norm = GradientNorm(self._segments, gradients, kernels, self._ranks)
         self._updated: dict[int, frozenset[int]] = {}
         self._jobs: dict[int, UpdateJob] = {}  # the last one of each segment in this window
         self._group_of: dict[int, int] = {}  # index of each parameter's param group, found when it is asked for
@@ -143,7 +142,7 @@ class TieredAdam(PlainOptimizer):
         """Begin the update of a segment whose gradient is final, under the rest of the backward pass, which may still need
         the fetched copy of its group."""
         plane = self._gradients[segment]
-        self._norms[id(segment)] = partial_norms(self._kernels, plane)
+        self._norm.take(segment)
         runs = self._runs(plane, plane.arrived)
         self._early[id(segment)] = _Early(runs=runs, arrived=frozenset(plane.arrived), grad_multiplier=1.0)
         # What is kept in memory could not be undone: that waits, with the gradient, for the step.
@@ -218,9 +217,8 @@ class TieredAdam(PlainOptimizer):
         return len(stale)
 
     def grad_norm(self) -> float:
-        """Global norm of the accumulated gradients. Each parameter's sum is taken in blocks of fixed size and all of
-        them are added exactly (fsum), so it depends neither on tiers nor on sub-groups nor on the order of groups."""
-        return global_norm(self._segments, self._gradients, self._kernels, self._ranks, self._norms)
+        """Global norm of the accumulated gradients, the same wherever they lie. Collective."""
+        return self._norm.value()
 
     def _is_stale(self, plane: GradientPlane, early: _Early, multiplier: float) -> bool:
         """Whether an early update used other numbers than the step would; raises when it cannot be done again."""
@@ -347,7 +345,7 @@ class TieredAdam(PlainOptimizer):
             if not committed and self.copies is not None:
                 self.copies.changes_dropped()
             self._early.clear()
-            self._norms.clear()
+            self._norm.forget()
             self._updated.clear()
             self._jobs.clear()
             self._gradients.release_all()

@@ -16,6 +16,7 @@ import torch
 
 from lamina.tiers import Block
 
+from .bucket_room import BucketRoom
 from .collectives import Ranks, Work
 from .gradients import Gradients
 from .memory import tensor_over
@@ -48,7 +49,7 @@ class _Bucket:
 
 
 class Reducer:
-    """Used with several ranks only. ``make_room`` gives memory of the device tier for a bucket (bytes, owner).
+    """Used with several ranks only. ``room`` gives memory of the device tier for buckets.
 
     ``before_sum`` is called with every segment whose sum has arrived, before it is added to the rank's plane, and ``summed``
     after it, where this rank had a gradient for every parameter; see [Note: final on several ranks].
@@ -59,12 +60,12 @@ class Reducer:
         segments: Sequence[Segment],
         gradients: Gradients,
         ranks: Ranks,
-        make_room: Callable[[int, str], Block],
+        room: BucketRoom,
     ) -> None:
         self._order = [segment for segment in reversed(segments) if segment.trainable]
         self._gradients = gradients
         self._ranks = ranks
-        self._make_room = make_room
+        self._room = room
         self._open: dict[int, _Bucket] = {}
         self._started: list[_Bucket] = []
         self._spare: list[Block] = []
@@ -168,9 +169,9 @@ class Reducer:
             self._spare.remove(best)
             return best
         for block in self._spare:
-            block.free()
+            self._room.give_back(block)
         self._spare.clear()
-        return self._make_room(nbytes, owner)
+        return self._room.alloc(nbytes, owner)
 
     def _start_ready(self) -> None:
         while self._next < len(self._order):

@@ -8,6 +8,8 @@ from .collectives import Ranks
 from .options import ZeroOptions
 from .segment import Segment
 
+RESUMING = "comparing the steps that were kept"
+
 
 def is_to_resume(
     store: GenerationStore | None, segments: Sequence[Segment], options: ZeroOptions, ranks: Ranks
@@ -28,11 +30,9 @@ def is_to_resume(
         )
     if not (found and wanted):
         return False
-    step = float(current.step) if current is not None else 0.0
-    if ranks.sum(step) != step * ranks.world_size:
-        raise StoreError(
-            f"resume: this rank has kept step {step:.0f}, and others another one: load a checkpoint instead"
-        )
+    steps = [int(row[0]) for row in ranks.gather_numbers([current.step if current is not None else 0], RESUMING)]
+    if len(set(steps)) > 1:
+        raise StoreError(f"resume: the ranks have kept different steps, {steps}: load a checkpoint instead")
     lost = [s.name for s in segments if s.trainable and (s.state_tier is not Tier.NVME or s.kept)]
     if lost:
         raise StoreError(

@@ -141,7 +141,7 @@ class ZeroRuntime:
         )
         self._closing.callback(self.updater.close)
         if self.ranks.world_size > 1:
-            self.executor.settle_changes = self.updater.finish_jobs
+            self.executor.settle_changes, self.executor.alike = self.updater.finish_jobs, True
         self.gradients.wait_for_room = self.updater.wait_for_a_job
 
     def _tiered_adam(self, params: Any) -> TieredAdam:
@@ -178,7 +178,7 @@ class ZeroRuntime:
         reducer = None
         if self.ranks.world_size > 1:
             room = BucketRoom(self.executor, self.options, self._closing)
-            reducer = Reducer(self.segments, self.gradients, self.ranks, room.alloc)
+            reducer = Reducer(self.segments, self.gradients, self.ranks, room)
         return GradientCollector(
             self.gradients,
             optimizer,

@@ -1,5 +1,6 @@
 """Fetched copies that outlive a step: which are kept, what that saves to the byte, and that none holds what does not count."""
 
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import product
@@ -298,3 +299,21 @@ def test_simulation_and_executor_fetch_the_same() -> None:
         executor, homes = build(groups, window)
         done = simulate(model([1] * groups, window, early=False), links(64 * MIB, 64 * MIB), steps=4)
         assert done.fetches == reads_of_a_step(executor, homes), (groups, window)
+
+
+@pytest.mark.parametrize(("alike", "still_there"), [(True, [0]), (False, [])])
+def test_ranks_wait_for_memory_instead_of_evicting_more(alike: bool, still_there: list[int]) -> None:
+    """What holds an evicted copy's memory for a moment is a matter of time, which must not decide what is evicted."""
+    executor, homes = build(3, 2)
+    executor.alike = alike
+    for index in (0, 1):
+        executor.acquire(index)
+    block = homes[1].bound
+    assert block is not None
+    held = [block.view]
+    release = threading.Timer(0.05, held.clear)
+    del block
+    release.start()
+    executor.acquire(2)
+    release.join()
+    assert [index for index in (0, 1) if homes[index].bound is not None] == still_there

@@ -15,7 +15,7 @@ from lamina.tiers import Budgets, PlacementError, Residency, SegmentSize, Tier, 
 from lamina.tiers.nvme.handle import FailedStart, Part
 from lamina.tiers.nvme.scratch import Scratch
 from lamina.zero import get_full, set_full
-from lamina.zero.gradient_plane import GradientPlane
+from lamina.zero.grad_norm import GradientNorm
 from lamina.zero.gradients import Gradients
 from lamina.zero.update import Updater
 
@@ -151,7 +151,7 @@ def test_writes_and_reads_run_ahead_of_need(tmp_path: Path, monkeypatch: pytest.
         Scratch, "start_read", lambda s, at, view: Watched(start_read(s, at, view), f"read {at}", events)
     )
     # In the backward pass, for the norm, and in the update.
-    for owner, name in ((Gradients, "add"), (GradientPlane, "pieces"), (Updater, "_adam")):
+    for owner, name in ((Gradients, "add"), (GradientNorm, "_squares"), (Updater, "_adam")):
         noted(monkeypatch, owner, name, events)
     config = tight(tmp_path, host_bytes=HOST_BYTES + 300_000, gradient_accumulation_steps=2)
     tiered = train_with_engine(config, steps=2, **MODEL)

@@ -300,7 +300,7 @@ def test_works_in_an_empty_environment_without_torch(tmp_path):
         "from lamina.zero.kernels import Kernels, DType\n"
         "from array import array\n"
         "x = array('f', [3.0, 4.0])\n"
-        "print(Kernels(1).squared_norm(2, src=x.buffer_info()[0], dtype=DType.FP32), 'torch' in sys.modules)\n"
+        "print(Kernels(1).squared_norm(2, src=x.buffer_info()[0], dtype=DType.FP32)[0], 'torch' in sys.modules)\n"
     )
     zero = os.path.dirname(kernels_module.__file__)
     code = code.format(path=sys.path, zero=zero)
