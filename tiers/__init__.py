@@ -2,17 +2,21 @@
 
 from .arena import Arena, ArenaReport, Block
 from .bandwidth import BandwidthModel, Curve, Link, Measured
-from .choice import Choice, Explanation, PlacementQuestion, choose, explain
+from .choice import Choice, choose
 from .errors import BudgetError, IntegrityError, LayoutError, LockedError, SpaceError, StoreError
 from .executor import Executor
+from .explanation import Explanation, explain
 from .homes import Budgets, Home, SegmentSize, Wishes
 from .nvme.handle import TransferHandle
 from .nvme.store import GenerationInfo, GenerationStore
 from .nvme.taken_sums import TakenSums
 from .nvme.transaction import Transaction
-from .placement import Placement, PlacementError, place
+from .order import Claim, Order
+from .placement import Placement, PlacementError
+from .placer import place
 from .plan import Action, Verb, format_plan, parse_plan
 from .probe import DiskSpeed, probe_disk
+from .question import PlacementQuestion
 from .replan import Replanner, Revision
 from .residency import Residency
 from .scheduler import Scheduler
@@ -32,6 +36,7 @@ __all__ = [
     "BudgetError",
     "Budgets",
     "Choice",
+    "Claim",
     "ComputeTimes",
     "Curve",
     "DiskSpeed",
@@ -47,6 +52,7 @@ __all__ = [
     "LockedError",
     "Measured",
     "NvmePath",
+    "Order",
     "Placement",
     "PlacementError",
     "PlacementQuestion",

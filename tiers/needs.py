@@ -1,11 +1,11 @@
 """Bytes that an assignment of homes takes of each tier: the one arithmetic behind placement, simulation and planner. Pure."""
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
+from copy import copy
 
 from .homes import PAGE, Home, SegmentSize, Wishes, page_up
+from .segment_needs import SegmentNeeds, is_fetched, segment_needs
 from .sizes import GroupSizes, SortedSizes
-from .tier import Tier
 
 OWN_STATE = "own state of torch's optimizer"
 OWN_GRADIENTS = "fp32 gradients for torch's optimizer"
@@ -35,13 +35,12 @@ class Needs:
         self.wishes = wishes
         self.generations = generations
         self.spill = spill
-        self._resident: Counter[Tier] = Counter()
-        self._states: Counter[Tier] = Counter()
-        self._generation = 0
-        self._frozen = 0
+        self._known: dict[tuple[str, Home], SegmentNeeds] = {}
+        self._device_params = self._host_params = self._device_state = self._host_state = 0
+        self._stored = self._frozen = 0
         self._streaming = 0  # segments whose update passes through buffers
-        self._kept_gradients = SortedSizes()
         self._kept_gradient_bytes = 0
+        self._kept_gradients = SortedSizes()
         self._passing_blocks = SortedSizes()  # gradients that are used up as they come
         self._passing_rest = 0
         self._read = GroupSizes()  # parameters on NVMe
@@ -55,40 +54,54 @@ class Needs:
                 self._used_with.setdefault(group, []).append(index)
         self._at_once_bytes = SortedSizes()
         self._buckets = _bucket_bytes(segments)
+        self._own_state = sum(s.own_state_bytes for s in segments)
+        self._own_gradients = sum(s.own_gradient_bytes for s in segments)
         for segment in segments:
-            self._put(segment, homes[segment.name])
+            self.homes[segment.name] = homes[segment.name]
+            self._count(segment, _NOTHING, self._of(segment, homes[segment.name]))
+
+    def copy(self) -> "Needs":
+        """Another one, to be moved on its own."""
+        other = copy(self)
+        other.homes = dict(self.homes)
+        for name in ("_kept_gradients", "_passing_blocks", "_read", "_fetched", "_at_once_bytes"):
+            setattr(other, name, getattr(self, name).copy())
+        return other
 
     def move(self, segment: SegmentSize, home: Home) -> Home:
         """Give one segment another home; returns the one that it had."""
         before = self.homes[segment.name]
-        self._count(segment, before, -1)
-        self._put(segment, home)
+        self.homes[segment.name] = home
+        self._count(segment, self._of(segment, before), self._of(segment, home))
         return before
 
-    def _put(self, segment: SegmentSize, home: Home) -> None:
-        self.homes[segment.name] = home
-        self._count(segment, home, 1)
+    def _of(self, s: SegmentSize, home: Home) -> SegmentNeeds:
+        key = (s.name, home)
+        found = self._known.get(key)
+        if found is None:
+            found = self._known[key] = segment_needs(s, home, self.wishes)
+        return found
 
-    def _count(self, s: SegmentSize, home: Home, sign: int) -> None:
-        """Add a segment's part to every sum, or take it away."""
-        if home.param is not Tier.NVME:
-            self._resident[home.param] += sign * s.home_bytes
-        elif not s.trained:
-            self._frozen += sign * s.shard_bytes(s.param_itemsize)
-        elif home.state is not Tier.NVME:
-            self._generation += sign * s.shard_bytes(s.param_itemsize)
-        if s.trained:
-            in_memory = home.state if home.state is not Tier.NVME else home.kept_on
-            self._states[in_memory] += sign * self._state_bytes(s, home, in_memory)
-            self._generation += sign * self._stored_bytes(s, home)
-            self._streaming += sign * (Tier.NVME in (home.state, home.param))
-        if home.param is Tier.NVME:
-            self._read.change(s.group, sign * s.shard_bytes(s.param_itemsize))
-        if self._is_fetched(s, home):
-            self._count_fetched(s.group, sign * s.full_bytes)
-        self._count_gradient(s, home, sign)
+    def _count(self, s: SegmentSize, old: SegmentNeeds, new: SegmentNeeds) -> None:
+        """Put one part in the place of another in every sum."""
+        self._device_params += new.device_params - old.device_params
+        self._host_params += new.host_params - old.host_params
+        self._device_state += new.device_state - old.device_state
+        self._host_state += new.host_state - old.host_state
+        self._stored += new.stored - old.stored
+        self._frozen += new.frozen - old.frozen
+        self._streaming += new.streams - old.streams
+        self._kept_gradient_bytes += new.kept_gradient - old.kept_gradient
+        self._passing_rest += new.other_gradient - old.other_gradient
+        if self.spill:
+            self._kept_gradients.exchange(old.kept_gradient, new.kept_gradient)
+        self._passing_blocks.exchange(old.block_gradient, new.block_gradient)
+        self._read.change(s.group, new.read - old.read)
+        self._count_fetched(s.group, new.fetched - old.fetched)
 
     def _count_fetched(self, group: int, nbytes: int) -> None:
+        if not nbytes:
+            return
         used_with = self._used_with.get(group, ())
         for index in used_with:
             self._at_once_bytes.remove(self._together_bytes(index))
@@ -96,27 +109,9 @@ class Needs:
         for index in used_with:
             self._at_once_bytes.add(self._together_bytes(index))
 
-    def _count_gradient(self, s: SegmentSize, home: Home, sign: int) -> None:
-        nbytes = s.shard_bytes(s.grad_itemsize)
-        if self.wishes.retain_gradients or not self.wishes.overlap_update or home.state is not Tier.NVME or home.kept:
-            self._kept_gradient_bytes += sign * nbytes
-            sizes = self._kept_gradients
-        elif s.block:
-            sizes = self._passing_blocks
-        else:
-            self._passing_rest += sign * nbytes
-            return
-        if sign > 0:
-            sizes.add(nbytes)
-        else:
-            sizes.remove(nbytes)
-
-    def _is_fetched(self, s: SegmentSize, home: Home) -> bool:
-        return home.param not in self.wishes.in_place_tiers and not s.persistent
-
     def streamed(self) -> list[SegmentSize]:
         """Segments whose parameters are fetched for use."""
-        return [s for s in self.segments if self._is_fetched(s, self.homes[s.name])]
+        return [s for s in self.segments if is_fetched(s, self.homes[s.name], self.wishes)]
 
     # -- the window of fetched groups ----------------------------------------------------------------------------------
 
@@ -141,13 +136,30 @@ class Needs:
         sizes = [size for group in self._at_once[index] if (size := self._fetched[group])]
         return sum(sizes) + (len(sizes) - 1) * (max(sizes) - PAGE) if sizes else 0
 
-    # -- items of each tier --------------------------------------------------------------------------------------------
+    # -- each tier -----------------------------------------------------------------------------------------------------
+
+    def device_bytes(self, window_groups: int) -> int:
+        """The sum of ``device_items``."""
+        return self._device_params + self._device_state + self.window_bytes(window_groups) + self._buckets
+
+    def host_bytes(self, staging: int) -> int:
+        """The sum of ``host_items``."""
+        return (
+            self._host_params
+            + self._host_state
+            + self.gradient_bytes()
+            + (staging if self._streaming else 0)
+            + self.fetch_buffer_bytes()
+            + page_up(self.wishes.saved_input_bytes)
+            + self._own_state
+            + self._own_gradients
+        )
 
     def device_items(self, window_groups: int) -> dict[str, int]:
         return _present(
             {
-                "resident parameters": self._resident[Tier.DEVICE],
-                "optimizer state": self._states[Tier.DEVICE],
+                "resident parameters": self._device_params,
+                "optimizer state": self._device_state,
                 "window of fetched groups": self.window_bytes(window_groups),
                 "gradient buckets": self.bucket_bytes(),
             }
@@ -156,21 +168,21 @@ class Needs:
     def host_items(self, staging: int) -> dict[str, int]:
         return _present(
             {
-                "resident parameters": self._resident[Tier.HOST],
-                "optimizer state": self._states[Tier.HOST],
+                "resident parameters": self._host_params,
+                "optimizer state": self._host_state,
                 "gradients": self.gradient_bytes(),
                 "update buffers": staging if self.updates_stream() else 0,
                 "fetch buffers": self.fetch_buffer_bytes(),
                 "saved inputs": page_up(self.wishes.saved_input_bytes),
-                OWN_STATE: sum(s.own_state_bytes for s in self.segments),
-                OWN_GRADIENTS: sum(s.own_gradient_bytes for s in self.segments),
+                OWN_STATE: self._own_state,
+                OWN_GRADIENTS: self._own_gradients,
             }
         )
 
     def nvme_items(self) -> dict[str, int]:
         return _present(
             {
-                f"{self.generations} generations": self._generation * self.generations,
+                f"{self.generations} generations": self._stored * self.generations,
                 "frozen parameters": self._frozen,
                 "gradient scratch": self.scratch_bytes(),
             }
@@ -187,7 +199,7 @@ class Needs:
     def gradient_bytes(self) -> int:
         """All gradients; or, where they are used up as they come, what is open at one time."""
         kept = sum(self._kept_gradients.largest(SPILL_WINDOW)) if self.spill else self._kept_gradient_bytes
-        return kept + self._passing_rest + sum(self._passing_blocks.largest(1)) * min(2, len(self._passing_blocks))
+        return kept + self._passing_rest + self._passing_blocks.maximum * min(2, len(self._passing_blocks))
 
     def scratch_bytes(self) -> int:
         """The scratch file has a place for every gradient plane."""
@@ -197,21 +209,8 @@ class Needs:
         """Host memory through which NVMe-resident parameters pass to a GPU: equal buffers for the largest group's shards."""
         return FETCH_BUFFERS * self._read.sorted.maximum if self.wishes.separate_device else 0
 
-    def _state_bytes(self, s: SegmentSize, home: Home, tier: Tier) -> int:
-        """Bytes of the planes besides ``param`` (which is counted where the parameters live) on a tier of memory."""
-        numel = home.state_numel(s, tier)
-        nbytes = s.state_bytes(numel) if numel else 0
-        if self.wishes.separate_device and (home.param, tier) == (Tier.DEVICE, Tier.HOST):
-            nbytes += page_up(numel * s.param_itemsize)  # the copy that is updated
-        return nbytes
 
-    @staticmethod
-    def _stored_bytes(s: SegmentSize, home: Home) -> int:
-        """Bytes in a generation of what has its state on NVMe: ``param`` is there, too, so that a generation is whole."""
-        if home.state is not Tier.NVME:
-            return 0
-        numel = home.state_numel(s, Tier.NVME)
-        return page_up(numel * s.param_itemsize) + s.state_bytes(numel)
+_NOTHING = SegmentNeeds()
 
 
 def _bucket_bytes(segments: Sequence[SegmentSize]) -> int:

@@ -3,7 +3,8 @@
 from dataclasses import dataclass, field, replace
 
 from .bandwidth import Measured
-from .choice import Choice, PlacementQuestion, choose
+from .choice import Choice, choose
+from .question import PlacementQuestion
 from .step_model import ComputeTimes
 
 WORTH_MOVING = 0.05

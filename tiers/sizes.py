@@ -1,6 +1,7 @@
 """Sizes that come and go, and the largest of them at any time: what sums over thousands of groups are kept up to date with."""
 
 from bisect import bisect_left, insort
+from collections.abc import Sequence
 
 FOLLOWED = 3
 """Runs of up to so many groups are kept up to date; sums of longer ones are taken anew when they are asked for."""
@@ -9,8 +10,12 @@ FOLLOWED = 3
 class SortedSizes:
     """A multiset of bytes. Zeros are not counted."""
 
-    def __init__(self) -> None:
-        self._ascending: list[int] = []
+    def __init__(self, ascending: Sequence[int] = ()) -> None:
+        self._ascending = list(ascending)
+
+    def copy(self) -> "SortedSizes":
+        """Another one with the same sizes."""
+        return SortedSizes(self._ascending)
 
     def __len__(self) -> int:
         return len(self._ascending)
@@ -27,6 +32,12 @@ class SortedSizes:
         if index == len(self._ascending) or self._ascending[index] != size:
             raise ValueError(f"no size of {size:,} bytes is counted")
         del self._ascending[index]
+
+    def exchange(self, old: int, new: int) -> None:
+        """Takes out one size and adds another. Raises ValueError where there is none to take out."""
+        if old != new:
+            self.remove(old)
+            self.add(new)
 
     def largest(self, number: int) -> list[int]:
         """The so many largest, in descending order; all where there are fewer."""
@@ -49,6 +60,14 @@ class GroupSizes:
         self.sorted = SortedSizes()
         self.total = 0
 
+    def copy(self) -> "GroupSizes":
+        """Another one with the same groups."""
+        other = GroupSizes()
+        other._of, other._row, other.total = dict(self._of), list(self._row), self.total
+        other._runs = {length: sums.copy() for length, sums in self._runs.items()}
+        other.sorted = self.sorted.copy()
+        return other
+
     def __getitem__(self, group: int) -> int:
         return self._of.get(group, 0)
 
@@ -57,14 +76,15 @@ class GroupSizes:
 
     def change(self, group: int, nbytes: int) -> None:
         """Let a group have so many bytes more (or fewer)."""
+        if not nbytes:
+            return
         before = self._of.get(group, 0)
         for length, sums in self._runs.items():
             for run in self._around(group, length):
                 sums.remove(run)
         self._of[group] = before + nbytes
         self.total += nbytes
-        self.sorted.remove(before)
-        self.sorted.add(before + nbytes)
+        self.sorted.exchange(before, before + nbytes)
         if not before and nbytes:
             insort(self._row, group)
         elif before and not before + nbytes:

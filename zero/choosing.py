@@ -49,7 +49,7 @@ def decide(question: PlacementQuestion, usual: Placement, options: ZeroOptions, 
     rate = known.adam_elements_per_s or ADAM_ELEMENTS_PER_S
     adam = ranks.mean(rate, SHARING)
     times = ComputeTimes.proportional(question.segments, forward_s=0.0, backward_s=0.0, adam_elements_per_s=adam)
-    settled = replace(question, links=known.model, times=times)
+    settled = replace(question, links=known.model, times=times, disks=max(len(known.disks), 1))
     # State that is kept for a later process must lie where that one will look for it, whatever it measures.
-    choice = Choice.given(settled, usual) if options.keep_state else choose(settled, usual=usual)
+    choice = Choice.given(settled, usual) if options.keep_state else choose(settled)
     return Decision(placement=choice.placement, links=known, choice=choice)

@@ -82,7 +82,7 @@ def placed(engine: TrainingEngine, homes: Homes) -> Placement:
     wanted = dict(runtime.placement.homes)
     for index, (param, state) in homes.items():
         wanted[runtime.segments[index].name] = Home(param=param, state=state)
-    return choice.question.placement_at(wanted, like=runtime.placement)
+    return choice.question.placement_at(wanted)
 
 
 def move(engine: TrainingEngine, homes: Homes) -> None:

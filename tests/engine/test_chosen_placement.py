@@ -22,7 +22,7 @@ def config(path: Path, **tiers: Any) -> dict[str, Any]:
         "train_micro_batch_size_per_gpu": 2,
         "gradient_clipping": 0,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-        "tiers": {"nvme": [str(path)], "device_bytes": 300 * KIB, "host_bytes": 2400 * KIB} | tiers,
+        "tiers": {"nvme": [str(path)], "device_bytes": 300 * KIB, "host_bytes": 1900 * KIB} | tiers,
     }
 
 
@@ -103,7 +103,7 @@ def test_the_plan_says_what_lives_where_what_binds_and_what_more_would_give(tmp_
     assert sum(data["explanation"]["homes"].values()) == len(data["homes"])
     assert data["links"]["rates"]["nvme"]["read"] > 0
     used = data["tiers"]["host"]
-    assert used["bytes"] == sum(used["items"].values()) <= used["budget"] == 2400 * KIB
+    assert used["bytes"] == sum(used["items"].values()) <= used["budget"] == 1900 * KIB
 
 
 def test_the_chosen_placement_is_no_slower_by_its_own_prediction_than_what_budgets_alone_suggest(

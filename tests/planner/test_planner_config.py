@@ -21,8 +21,8 @@ from lamina.engine.planner import (
 from lamina.engine.planner.emit_config import budget_bytes, outside_budget
 from lamina.engine.planner.options import Option, option
 from lamina.engine.planner.placement import DEVICE, HOST, NVME, Placement
+from lamina.tiers import PlacementError, place
 from lamina.tiers.homes import Budgets, SegmentSize, Wishes
-from lamina.tiers.placement import PlacementError, place
 from lamina.tiers.tier import Tier
 
 LOADS = (

@@ -1,9 +1,9 @@
 """Placement without any cunning: every sum is taken anew for every assignment of homes. What place() must agree with."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
-from lamina.tiers import Budgets, Home, SegmentSize, Tier, Wishes
+from lamina.tiers import Budgets, Claim, Home, Order, SegmentSize, Tier, Wishes
 from lamina.tiers.homes import PAGE, page_up
 from lamina.tiers.needs import staging_bytes
 
@@ -109,15 +109,15 @@ class PlainNeeds:
 
 @dataclass(frozen=True, kw_only=True)
 class PlainSearch:
-    """The order of moves that placement.py describes, each tried on a copy of all homes. Only for budgets that hold everything
-    on the slowest tiers."""
+    """The moves of placer.py in an order, each tried on a copy of all homes. Only for budgets that hold everything on the slowest
+    tiers."""
 
     segments: Sequence[SegmentSize]
     budgets: Budgets
     wishes: Wishes
     sub_group: int
     together: Sequence[Sequence[int]] = ()
-    state_first: int = 0
+    order: Order = field(default_factory=Order)
 
     def needs(self, homes: Homes) -> PlainNeeds:
         return PlainNeeds(segments=self.segments, homes=homes, wishes=self.wishes, together=self.together)
@@ -137,33 +137,41 @@ class PlainSearch:
             if self.fits(everything, len(self.needs(everything).fetched())):
                 return everything
         homes = self.all_at(params[-1], states[-1])
-        window = min(3, len(self.needs(homes).fetched()))
+        window = min(self.order.window, len(self.needs(homes).fetched()))
         while window > 1 and not self.fits(homes, window):
             window -= 1
-        for s in [s for s in self.segments if s.trained][: self.state_first]:
-            homes = self.raised(self.raised(homes, s, "param", window), s, "state", window)
+        for claim in self.order.first:
+            homes = self.raised(homes, claim, window)
+        named = [(claim.segment, claim.state) for claim in (*self.order.first, *self.order.last)]
         for param in params:
             moved = {
-                s.name: homes[s.name] if s.persistent else replace(homes[s.name], param=param) for s in self.segments
+                s.name: homes[s.name]
+                if s.persistent or (index, False) in named
+                else replace(homes[s.name], param=param)
+                for index, s in enumerate(self.segments)
             }
             if self.fits(moved, len(self.needs(moved).fetched())):
                 homes = moved
                 break
-        for s in self.segments:
-            homes = self.raised(homes, s, "param", window)
-        undivided = list(states[:-1]) if self.wishes.divide_state else []
-        for s in self.segments:
-            homes = self.raised(homes, s, "state", window)
-            for tier in list(undivided):
-                before, homes = homes, self.divided(homes, s, tier, window)
+        undivided = list(states[:-1]) if self.order.divide and self.wishes.divide_state else []
+        for claim in [Claim(index, state) for state in (False, True) for index in range(len(self.segments))]:
+            if (claim.segment, claim.state) in named:
+                continue
+            homes = self.raised(homes, claim, window)
+            for tier in list(undivided) if claim.state else ():
+                before, homes = homes, self.divided(homes, self.segments[claim.segment], tier, window)
                 if homes != before:
                     undivided.remove(tier)
+        for claim in self.order.last:
+            homes = self.raised(homes, claim, window)
         return homes
 
-    def raised(self, homes: Homes, s: SegmentSize, what: str, window: int) -> Homes:
-        fixed = s.persistent if what == "param" else not s.trained or homes[s.name].param is Tier.NVME
-        tiers = self.wishes.param_tiers if what == "param" else self.wishes.state_tiers
-        for tier in () if fixed else tiers[:-1]:
+    def raised(self, homes: Homes, claim: Claim, window: int) -> Homes:
+        s = self.segments[claim.segment]
+        what, tiers = ("state", self.wishes.state_tiers) if claim.state else ("param", self.wishes.param_tiers)
+        fixed = (not s.trained or homes[s.name].param is Tier.NVME) if claim.state else s.persistent
+        skipped = tiers.index(claim.tier) if claim.tier in tiers else 0
+        for tier in () if fixed else tiers[skipped:-1]:
             moved = homes | {s.name: replace(homes[s.name], **{what: tier})}
             if moved == homes:
                 break

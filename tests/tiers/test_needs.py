@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plain_placement import PlainNeeds, PlainSearch
 
-from lamina.tiers import Budgets, Home, PlacementError, SegmentSize, Tier, Wishes, place
+from lamina.tiers import Budgets, Claim, Home, Order, PlacementError, SegmentSize, Tier, Wishes, place
 from lamina.tiers.needs import Needs, staging_bytes
 
 TIERS = (Tier.DEVICE, Tier.HOST, Tier.NVME)
@@ -74,10 +74,27 @@ def test_sums_that_follow_moves_are_those_taken_anew(
         assert sum(needs.host_items(777).values()) == plain.host(777)
         assert sum(needs.nvme_items().values()) == plain.nvme()
         assert needs.window_sizes() == sorted(plain.fetched().values(), reverse=True) or 0 in plain.fetched().values()
+        assert needs.device_bytes(1) == plain.device(1)
+        assert needs.host_bytes(777) == plain.host(777)
         if step < 3:
+            needs = needs.copy()
             moved = data.draw(st.sampled_from(sizes))
             before, homes[moved.name] = homes[moved.name], data.draw(home(moved))
             assert needs.move(moved, homes[moved.name]) == before
+
+
+@st.composite
+def orders(draw: st.DrawFn, segments: int) -> Order:
+    named = draw(st.permutations([(index, state) for index in range(segments) for state in (False, True)]))
+    claims = [Claim(*what, draw(st.sampled_from([None, *TIERS]))) for what in named]
+    first = draw(st.integers(0, len(claims)))
+    last = draw(st.integers(first, len(claims)))
+    return Order(
+        first=tuple(claims[:first]),
+        last=tuple(claims[last:]),
+        window=draw(st.integers(1, 3)),
+        divide=draw(st.booleans()),
+    )
 
 
 @settings(max_examples=200)
@@ -87,14 +104,15 @@ def test_sums_that_follow_moves_are_those_taken_anew(
     used=together,
     device=st.integers(0, 400_000),
     host=st.integers(0, 600_000),
-    state_first=st.integers(0, 3),
+    data=st.data(),
 )
 def test_the_search_agrees_with_one_that_takes_every_sum_anew(
-    sizes: list[SegmentSize], wanted: Wishes, used: list[list[int]], device: int, host: int, state_first: int
+    data: st.DataObject, sizes: list[SegmentSize], wanted: Wishes, used: list[list[int]], device: int, host: int
 ) -> None:
     budgets = Budgets(device_bytes=device, host_bytes=host)
+    order = data.draw(orders(len(sizes)))
     try:
-        placed = place(sizes, budgets, wanted, together=used, state_first=state_first)
+        placed = place(sizes, budgets, wanted, together=used, order=order)
     except PlacementError:
         return
     if placed.scratch_bytes:
@@ -105,7 +123,7 @@ def test_the_search_agrees_with_one_that_takes_every_sum_anew(
         wishes=wanted,
         sub_group=placed.sub_group_numel,
         together=used,
-        state_first=state_first,
+        order=order,
     )
     assert placed.homes == search.homes()
     assert placed.device_bytes <= device
