@@ -41,10 +41,11 @@ class Bucket:
         self.busy_s = 0.0
         self.read_bytes = self.written_bytes = 0
 
-    def slow_down(self, factor: float) -> None:
-        """From now on so many times slower."""
+    def slow_down(self, factor: float, *, writing: float | None = None) -> None:
+        """From now on so many times slower; ``writing``: writes so many times instead."""
         with self._lock:
-            self.read_rate, self.write_rate = self.read_rate / factor, self.write_rate / factor
+            self.read_rate /= factor
+            self.write_rate /= factor if writing is None else writing
 
     def take(self, read_bytes: int, written_bytes: int) -> float:
         """When so many bytes will have passed, on the clock of time.monotonic()."""
