@@ -131,7 +131,7 @@ class Workbench:
             exp_avg_sq=exp_avg_sq,
         )
 
-        optimizer = CPUAdam([self._fp32_parameter()], lr=1e-3, weight_decay=0.01, kernels=self._kernels)
+        optimizer = CPUAdam([self._fp32_parameter()], lr=1e-3, weight_decay=0.01, num_threads=self._kernels.num_threads)
         self._adopt_state(optimizer)
         return [
             Contender(name="lamina fp32", run=lambda: self._kernels.adam(fp32, HYPER), bytes_moved=FP32_BYTES),

@@ -12,7 +12,7 @@ from cffi import FFI
 CSRC = Path("zero") / "csrc"
 CRC = Path("aio_native") / "csrc"  # its CRC32C is taken here too, in the pass that writes
 HERE = Path(__file__).resolve().parent / "csrc" if "__file__" in globals() else CSRC.resolve()
-SOURCES = ["kernels.c", "pool.c", "path_portable.c", "path_avx2.c", "path_avx512.c", "path_neon.c"]
+SOURCES = ["kernels.c", "pool.c", "team.c", "path_portable.c", "path_avx2.c", "path_avx512.c", "path_neon.c"]
 
 
 def declarations(header: Path) -> str:
@@ -26,10 +26,11 @@ ffibuilder.set_source(
     '#include "kernels.h"',
     sources=[*(str(CSRC / name) for name in SOURCES), str(CRC / "crc32c.c")],
     depends=[
-        str(CSRC / name) for name in ("kernels.h", "ops.h", "body.h", "pool.h", "patience.h", "half.h", "fpenv.h")
+        str(CSRC / name)
+        for name in ("kernels.h", "ops.h", "body.h", "pool.h", "team.h", "patience.h", "half.h", "fpenv.h")
     ],
     include_dirs=[str(CSRC), str(CRC)],
-    libraries=["m"],
+    libraries=["m", "dl"],
     # Only explicit multiply-adds may fuse: every path must give the same bits. Planes are bytes whose type the
     # caller names at run time, and tails go through a buffer of another type.
     extra_compile_args=[

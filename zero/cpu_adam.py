@@ -151,6 +151,7 @@ class CPUAdam(PlainOptimizer):
             return self._given
         if self._own is None or self._own[0] != os.getpid():  # a forked child has no threads: it gets its own
             self._own = os.getpid(), Kernels(self._num_threads, cores=self._cores)
+        self._own[1].use_team()
         return self._own[1]
 
 

@@ -7,9 +7,8 @@ import weakref
 
 import torch
 
+from .kernels import copy_bytes
 from .segment import Segment
-
-COPY_NUMEL = 1 << 14  # below what torch would share out to threads: they belong to the passes
 
 
 def read_copy(segment: Segment, begin: int, end: int, into: memoryview) -> bool:
@@ -39,5 +38,5 @@ def renew_copy(segment: Segment, copy: "weakref.ref[torch.Tensor]", begin: int, 
 
 
 def _copy(target: torch.Tensor, values: torch.Tensor) -> None:
-    for begin in range(0, values.numel(), COPY_NUMEL):
-        target[begin : begin + COPY_NUMEL].copy_(values[begin : begin + COPY_NUMEL])
+    """Not by an operation of torch, which would start OpenMP threads for this thread beside those of the passes."""
+    copy_bytes(values.nbytes, dst=target.data_ptr(), src=values.data_ptr())

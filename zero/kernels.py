@@ -28,6 +28,7 @@ __all__ = [
     "Kernels",
     "SingleCoreWarning",
     "available_paths",
+    "copy_bytes",
     "default_num_threads",
     "num_norm_blocks",
     "num_sums",
@@ -150,6 +151,15 @@ class Kernels:
         lists = ffi.new("uintptr_t[]", list(source)), ffi.new("uintptr_t[]", list(target))
         self._raise(lib.lk_stream(self._live(), n, *lists, non_temporal))
 
+    def use_team(self) -> bool:
+        """For a thread that computes with torch: its calls from now on run on the OpenMP threads that torch's
+        operations on it run on, whenever those are num_threads. torch leaves them awake, and beside them the
+        kernels' own threads would find no free core. True, or False where that cannot be: threads bound to
+        cores, no torch in the process, a forked child. Replaces the thread that asked before."""
+        rc = lib.lk_use_team(self._live())
+        self._raise(min(rc, 0))
+        return rc == 1
+
     def close(self) -> None:
         """Ends the threads, after the calls in flight; safe to repeat. Later calls raise ValueError."""
         pool, self._pool = self._pool, None
@@ -178,6 +188,12 @@ class Kernels:
         if rc == -errno.EBADF:
             raise ValueError("these Kernels are closed: create new ones")
         raise OSError(-rc, f"kernel call failed: {os.strerror(-rc)}")
+
+
+def copy_bytes(nbytes: int, *, dst: int, src: int) -> None:
+    """Copies plain bytes in the calling thread, which gives up the GIL meanwhile. They must not overlap."""
+    check_planes(nbytes, (dst, 1, "dst"), (src, 1, "src"))
+    lib.lk_copy(dst, src, nbytes)
 
 
 def available_paths() -> tuple[str, ...]:

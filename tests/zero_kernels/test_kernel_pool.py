@@ -162,6 +162,57 @@ def test_bound_workers_stay_on_their_cores_and_the_caller_is_not_bound():
     assert torch.equal(planes.param, reference.param)
 
 
+def torch_threads(num_threads: int, code: str) -> str:
+    """What a process prints in which torch has so many threads."""
+    start = f"import torch, psutil, threading; torch.set_num_threads({num_threads})\n"
+    start += "from lamina.zero.kernels import Kernels, DType\nn = 1 << 18; x, y = torch.ones(n), torch.zeros(n)\n"
+    start += "def call(k): k.accumulate(n, dst=y.data_ptr(), src=x.data_ptr(), src_dtype=DType.FP32)\n"
+    done = subprocess.run([sys.executable, "-c", start + code], capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_a_team_of_torch_does_the_calls_of_the_thread_that_asked():
+    """Told by the processor time of the kernels' own worker, which sleeps all the while."""
+    code = (
+        "def own(): return {t.id: t.user_time + t.system_time for t in psutil.Process().threads()}\n"
+        "(x + y).sum(); before = own()\n"
+        "with Kernels(3) as k:\n"
+        "    mine = set(own()) - set(before)\n"
+        "    used = k.use_team()\n"
+        "    for _ in range(400): call(k)\n"
+        "    slept = sum(own()[t] for t in mine)\n"
+        "    late = set(own()) - set(before) - mine\n"
+        "    thread = threading.Thread(target=lambda: [call(k) for _ in range(100)]); thread.start(); thread.join()\n"
+        "    print(used, len(mine), slept <= 0.02, len(late) == 0, bool((y == 500).all()))\n"
+    )
+    assert torch_threads(3, code) == "True 2 True True True"
+
+
+def test_without_a_fitting_team_the_own_threads_work():
+    code = (
+        "with Kernels(3) as k:\n"
+        "    before = len(psutil.Process().threads())\n"
+        "    used = k.use_team()\n"
+        "    for _ in range(20): call(k)\n"
+        "    print(used, bool((y == 20).all()), len(psutil.Process().threads()) - before)\n"
+    )
+    assert torch_threads(1, code) == "True True 0"
+    bound = "with Kernels(cores=[min(__import__('os').sched_getaffinity(0))]) as k: print(k.use_team())\n"
+    assert torch_threads(2, bound) == "False"
+
+
+def test_a_forked_child_has_no_team():
+    code = (
+        "import os, warnings; warnings.simplefilter('ignore'); (x + y).sum()\n"
+        "if (child := os.fork()) == 0:\n"
+        "    k = Kernels(2); used = k.use_team(); call(k)\n"
+        "    os._exit(0 if not used and bool((y[:9] == 1).all()) else 1)\n"
+        "print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))\n"
+    )
+    assert torch_threads(2, code) == "0"
+
+
 def test_cores_that_are_not_ours_are_refused():
     with pytest.raises(ValueError, match=r"cores = \[4095\].*may use"):
         Kernels(cores=[4095])

@@ -11,6 +11,7 @@
 #include <errno.h>
 #include <stdatomic.h>
 #include <stdlib.h>
+#include <string.h>
 
 enum {
     /* 448 KiB of fp32 state: long enough for the prefetchers, short enough to share evenly */
@@ -75,6 +76,10 @@ int lk_open(lk_pool **out, int num_threads, const int *cores, int num_cores, int
     }
     *out = pool;
     return 0;
+}
+
+int lk_use_team(lk_pool *pool) {
+    return lk_threads_use_team(pool->threads);
 }
 
 int lk_stop(lk_pool *pool) {
@@ -321,4 +326,8 @@ int lk_stream(lk_pool *pool, int64_t n, const uintptr_t *from, const uintptr_t *
     call c = {
         .n = n, .chunk = PLAIN_CHUNK, .slice = stream_slice, .from = from, .to = to, .flag = non_temporal};
     return run(pool, &c);
+}
+
+void lk_copy(uintptr_t dst, uintptr_t src, int64_t nbytes) {
+    memcpy((void *)dst, (const void *)src, (size_t)nbytes);
 }

@@ -57,6 +57,9 @@ int lk_path_usable(int path);
 int lk_best_path(void);
 
 int lk_open(lk_pool **out, int num_threads, const int *cores, int num_cores, int path);
+/* Calls of this thread are from now on done by its OpenMP team, where that fits: 1, or 0 where none can be
+ * used. */
+int lk_use_team(lk_pool *pool);
 int lk_stop(lk_pool *pool);
 void lk_free(lk_pool *pool);
 
@@ -81,4 +84,6 @@ int lk_convert(lk_pool *pool, int64_t n, uintptr_t src, int src_dtype, uintptr_t
 /* Streaming ceiling: three fp32 planes of n elements read and written, in place (to[i] == from[i]) or copied.
  */
 int lk_stream(lk_pool *pool, int64_t n, const uintptr_t *from, const uintptr_t *to, int non_temporal);
+/* Plain bytes in the calling thread: for copies that must not take threads from others. */
+void lk_copy(uintptr_t dst, uintptr_t src, int64_t nbytes);
 #endif

@@ -11,10 +11,12 @@
  * pool costs a small call nothing but the wake-up system call.  The job's fields may be changed only while
  * the gate is shut and empty.
  *
- * Workers wait awake for the next job, as patience.h says, then sleep on a futex. */
+ * Workers wait awake for the next job, as patience.h says, then sleep on a futex.  Where the calling thread
+ * has a team of OpenMP threads that may be used, the job is done by that instead; see team.h. */
 #define _GNU_SOURCE
 #include "pool.h"
 #include "patience.h"
+#include "team.h"
 #include <errno.h>
 #include <linux/futex.h>
 #include <pthread.h>
@@ -58,6 +60,8 @@ struct lk_threads {
     pid_t owner;
     int num_workers;
     int caller_works;
+    _Atomic uintptr_t computes; /* which thread's team may be used, 0 for none: see lk_threads_use_team */
+    lk_team team;
     worker workers[];
 };
 
@@ -226,6 +230,49 @@ int lk_threads_check(const lk_threads *t) {
     return atomic_load_explicit(&t->stopping, memory_order_acquire) ? -EBADF : 0;
 }
 
+static uintptr_t this_thread(void) {
+    static _Thread_local char mark;
+    return (uintptr_t)&mark;
+}
+
+int lk_threads_use_team(lk_threads *t) {
+    int rc = lk_threads_check(t);
+    if (rc || !t->caller_works)
+        return rc;
+    if (atomic_load_explicit(&t->computes, memory_order_relaxed) == 0) {
+        lk_team team;
+        if (!lk_team_find(&team))
+            return 0;
+        pthread_mutex_lock(&t->turn);
+        t->team = team;
+        pthread_mutex_unlock(&t->turn);
+    }
+    atomic_store_explicit(&t->computes, this_thread(), memory_order_release);
+    return 1;
+}
+
+static void work_in_team(void *context) {
+    lk_threads *t = context;
+    work(t, t->team.thread_num());
+}
+
+static void run_on_workers(lk_threads *t) {
+    uint32_t gaps = atomic_load_explicit(&t->gaps, memory_order_relaxed);
+    atomic_store_explicit(&t->gaps, lk_gaps_with(gaps, now_ns() - t->ended_ns), memory_order_relaxed);
+    uint64_t generation = (atomic_load_explicit(&t->gate, memory_order_relaxed) >> 32) + 1;
+    if ((uint32_t)generation == 0)
+        generation = 1; /* 0 is what a new worker has seen */
+    atomic_store_explicit(&t->gate, generation << 32 | OPEN, memory_order_release);
+    ring(t);
+    if (t->caller_works)
+        work(t, 0);
+    else
+        caller_waits(t, all_taken);
+    atomic_fetch_and_explicit(&t->gate, ~OPEN, memory_order_acq_rel);
+    caller_waits(t, empty);
+    t->ended_ns = now_ns();
+}
+
 int lk_threads_run(lk_threads *t, int64_t chunks, lk_chunk_fn fn, void *context) {
     int rc = lk_threads_check(t);
     if (rc)
@@ -243,20 +290,11 @@ int lk_threads_run(lk_threads *t, int64_t chunks, lk_chunk_fn fn, void *context)
         t->fn = fn;
         t->context = context;
         deal(t, chunks);
-        uint32_t gaps = atomic_load_explicit(&t->gaps, memory_order_relaxed);
-        atomic_store_explicit(&t->gaps, lk_gaps_with(gaps, now_ns() - t->ended_ns), memory_order_relaxed);
-        uint64_t generation = (atomic_load_explicit(&t->gate, memory_order_relaxed) >> 32) + 1;
-        if ((uint32_t)generation == 0)
-            generation = 1; /* 0 is what a new worker has seen */
-        atomic_store_explicit(&t->gate, generation << 32 | OPEN, memory_order_release);
-        ring(t);
-        if (t->caller_works)
-            work(t, 0);
+        if (atomic_load_explicit(&t->computes, memory_order_acquire) == this_thread() &&
+            lk_team_is_free(&t->team, t->num_shares))
+            t->team.parallel(work_in_team, t, (unsigned)t->num_shares, 0);
         else
-            caller_waits(t, all_taken);
-        atomic_fetch_and_explicit(&t->gate, ~OPEN, memory_order_acq_rel);
-        caller_waits(t, empty);
-        t->ended_ns = now_ns();
+            run_on_workers(t);
     }
     pthread_mutex_unlock(&t->turn);
     return rc;
@@ -324,6 +362,7 @@ int lk_threads_start(lk_threads **out, int num_threads, const int *cores, int nu
     t->owner = getpid();
     t->num_workers = 0;
     t->caller_works = !bound;
+    atomic_init(&t->computes, 0);
     int rc = pthread_mutex_init(&t->turn, NULL);
     if (rc) {
         free(shares);
