@@ -79,10 +79,11 @@ class StepMeter:
         read, written = self._io_before = self._io_bytes()
         read_bytes, written_bytes = read - read_before, written - written_before
         fetches, update = runtime.executor.take_counters(), runtime.updater.take_counters()
+        turns_s = runtime.updater.turns.take_seconds()
         fetched = fetches.fetched_bytes
         stalled = {"nvme->host": fetches.stalled_s, ROOM: update.room_stall_s} if runtime.store else {}
         costs = StepCosts(
-            compute_s=max(0.0, clock.forward_s + clock.backward_s - sum(stalled.values())),
+            compute_s=max(0.0, clock.forward_s + clock.backward_s - sum(stalled.values()) - turns_s),
             adam_s=update.adam_s,
             forward_backward_io_s=self._io_seconds(fetched, 0),
             update_io_s=self._io_seconds(max(0, read_bytes - fetched), written_bytes),
@@ -120,16 +121,12 @@ class StepMeter:
         )
 
     def _steer(self, clock: Clock, costs: StepCosts, parameters: int, facts: StepFacts) -> None:
-        """Updates under the backward pass and the pass itself slow each other down on the same cores: half of it each."""
-        passes, adam = costs.compute_s, costs.adam_s
-        if self._runtime.early_segments:
-            passes, adam = max(passes - adam / 2, passes / 2), adam / 2
         forward = clock.forward_s / ((clock.forward_s + clock.backward_s) or 1.0)
         self.steering.after_step(
             StepWork(
-                forward_s=passes * forward,
-                backward_s=passes * (1 - forward),
-                adam_s=adam,
+                forward_s=costs.compute_s * forward,
+                backward_s=costs.compute_s * (1 - forward),
+                adam_s=costs.adam_s,
                 commit_s=facts.commit_s,
                 parameters=parameters,
             )

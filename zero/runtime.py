@@ -95,6 +95,7 @@ class ZeroRuntime:
             self.collector.take if self.collector is not None else None,
             bound=bound,
             watch_in_place=any(segment.in_place for segment in self.early_segments),
+            between_operations=self.updater.turns.come_by if self._shares_cores else lambda: None,
         )
         self._closing.callback(self.state.remove)
         self.ahead = AheadOfStep(self.module, self._started_early)
@@ -204,6 +205,11 @@ class ZeroRuntime:
             self.recomputed = tuple(name for name, _ in blocks)
             self._closing.callback(RecomputedBlocks(blocks, self.recomputer).restore)
 
+    @property
+    def _shares_cores(self) -> bool:
+        """Whether the passes compute where the update does; see [Note: Turns] in core_turns.py."""
+        return self.options.accelerator is None
+
     # -- what may change while training ----------------------------------------------------------------------------------
 
     @property
@@ -268,6 +274,8 @@ class ZeroRuntime:
     def begin_backward(self, *, last_of_window: bool, root: torch.Tensor | None = None) -> None:
         """``root``: what ``backward`` is going to be called on; without it updates do not start early."""
         self._in_backward = True
+        if self._shares_cores:
+            self.kernels.use_team()
         collector = self.collector
         if collector is None:
             return
@@ -280,6 +288,7 @@ class ZeroRuntime:
 
     def end_backward(self, *, succeeded: bool = True) -> None:
         self._in_backward = False
+        self.updater.turns.leave()
         if self._root_hook is not None:
             self._root_hook.remove()
             self._root_hook = None

@@ -3,6 +3,9 @@
 [Note: saved parameters] Autograd saves parameters, and views of them, for the backward pass. While the engine's
 forward runs, a saved tensor over a group's memory is packed as a reference (segment, shape, strides, offset), so that the memory
 can be given up; unpacking fetches the group again. Everything else is saved as it is.
+
+[Note: not watched] The modes that watch the user's operations (fetch_on_use.py, ahead.py) would see every step that these hooks
+take, some ten for each gradient, and cost a small model a tenth of its backward pass: the hooks take them off.
 """
 
 import sys
@@ -13,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._C import DisableTorchFunction
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.hooks import RemovableHandle
 
@@ -82,14 +86,17 @@ class ZeroState:
         *,
         bound: dict[int, Segment],
         watch_in_place: bool,
+        between_operations: Callable[[], None],
     ) -> None:
         """``bound`` maps addresses to segments and is kept up to date by the groups. ``watch_in_place``: also count how
-        often autograd still holds parameters that are at home in memory (they may be updated before the step)."""
+        often autograd still holds parameters that are at home in memory (they may be updated before the step).
+        ``between_operations`` is called in the backward pass, again and again."""
         self.executor = executor
         self.groups = groups
         self.saved: dict[int, int] = {id(s): 0 for group in groups for s in group.segments}
         self.bound = bound
         self._take_gradient = take_gradient
+        self._between_operations = between_operations
         self._handles: list[RemovableHandle] = []
         self._module = module
         self.homes_changed(watch_in_place=watch_in_place)
@@ -176,10 +183,16 @@ class ZeroState:
         return SavedParameter(self, segment, tensor) if segment is not None else None
 
     def _pack(self, tensor: torch.Tensor) -> SavedParameter | SavedActivation:
-        return self.reference(tensor) or SavedActivation(tensor, tensor._version)
+        with DisableTorchFunction():
+            return self.reference(tensor) or SavedActivation(tensor, tensor._version)
 
     def unpack(self, saved: SavedParameter | SavedActivation) -> torch.Tensor:
         """The tensor, its group fetched where need be. Raises RuntimeError when it was changed in place."""
+        self._between_operations()
+        with DisableTorchFunction():
+            return self._unpack(saved)
+
+    def _unpack(self, saved: SavedParameter | SavedActivation) -> torch.Tensor:
         if isinstance(saved, SavedActivation):
             if saved.tensor._version != saved.version:
                 raise RuntimeError(
@@ -211,9 +224,11 @@ class ZeroState:
 
     def _gradient_hook(self, segment: Segment, index: int) -> Callable[[torch.Tensor], None]:
         def take(parameter: torch.Tensor) -> None:
-            gradient, parameter.grad = parameter.grad, None
-            if gradient is not None and self._take_gradient is not None:
-                dense = gradient if gradient.layout is torch.strided else gradient.to_dense()
-                self._take_gradient(segment, index, dense)
+            with DisableTorchFunction():
+                gradient, parameter.grad = parameter.grad, None
+                if gradient is not None and self._take_gradient is not None:
+                    dense = gradient if gradient.layout is torch.strided else gradient.to_dense()
+                    self._take_gradient(segment, index, dense)
+                    self._between_operations()
 
         return take

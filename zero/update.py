@@ -17,6 +17,7 @@ import torch
 from lamina.aio_native import Priority
 from lamina.tiers import Block, GenerationStore, Plane, Residency, Spans, Transaction, TransferHandle
 
+from .core_turns import CoreTurns
 from .dtypes import KERNEL_DTYPE
 from .fetched_copy import read_copy, renew_copy
 from .gradient_plane import GradientPlane
@@ -121,6 +122,7 @@ class Updater:
         self._queue: queue.SimpleQueue[object] = queue.SimpleQueue()
         self._free = deque(self.staging)
         self._state = threading.Condition()
+        self.turns = CoreTurns(self._state)
         self._open_jobs = 0
         self._queued_jobs = 0  # of the open ones, those not yet taken up
         self._unwritten = 0
@@ -153,23 +155,22 @@ class Updater:
             before = self._open_jobs
             if before == 0 or self._error is not None:
                 return False
-            began = time.perf_counter()
-            self._state.wait_for(lambda: self._open_jobs < before or self._error is not None)
-            ended = time.perf_counter()
-            self.counters.room_stall_s += ended - began
-            self.spans.add("stall", ROOM, began, ended)
-            return self._error is None
+        began = time.perf_counter()
+        self.turns.wait_for(lambda: self._open_jobs < before or self._error is not None)
+        ended = time.perf_counter()
+        self.counters.room_stall_s += ended - began
+        self.spans.add("stall", ROOM, began, ended)
+        return self._error is None
 
     def finish_jobs(self) -> None:
         """Wait until every job has used its gradient, or one has failed: what went wrong is for ``drain`` to raise."""
-        with self._state:
-            self._state.wait_for(lambda: self._open_jobs == 0 or self._error is not None)
+        self.turns.wait_for(lambda: self._open_jobs == 0 or self._error is not None)
 
     def drain(self) -> None:
         """Wait until every job is computed and written; raises the first error of any of them."""
         self._queue.put(_FLUSH)
+        self.turns.wait_for(lambda: self._open_jobs == 0 and self._unwritten == 0)
         with self._state:
-            self._state.wait_for(lambda: self._open_jobs == 0 and self._unwritten == 0)
             error, self._error = self._error, None
         if error is not None:
             raise error
@@ -322,7 +323,6 @@ class Updater:
         flight.residency = flight.residency.change()
         sums = UpdateSums(segment.planes)
         self._adam(job, chunk.begin, chunk.end, address, sums)
-        computed = time.perf_counter()
         handles = []
         transaction = self._transaction
         if transaction is None:
@@ -344,17 +344,16 @@ class Updater:
         if segment.device_home is not None:
             self._copy_up(segment, chunk.begin, flight.staging.view[flight.offsets[Plane.PARAM] :], numel)
         self.counters.read_stall_s += ready - began
-        self.counters.adam_s += computed - ready
         self.counters.parameters += numel
         self.spans.add("nvme->host: optimizer", segment.name, flight.started, ready)
-        self.spans.add("Adam", segment.name, ready, computed)
         self._computed(job)
         return replace(flight, handles=handles, residency=flight.residency.write(), started=time.perf_counter())
 
     def _adam(
         self, job: UpdateJob, begin: int, end: int, address: Callable[[Plane], int], sums: UpdateSums | None = None
     ) -> None:
-        """Update every run that overlaps [begin, end), in one call; ``address`` gives where element begin is."""
+        """Update every run that overlaps [begin, end), in one call; ``address`` gives where element begin is.
+        Where the call runs: [Note: Turns]."""
         segment, gradient = job.segment, job.gradient
         itemsizes = {spec.plane: spec.itemsize for spec in segment.planes}
         bases = {plane: address(plane) for plane in itemsizes}
@@ -378,18 +377,16 @@ class Updater:
                 sums=sums.room(first - begin, last - first) if sums is not None else 0,
             )
             batch.add(planes, AdamScalars(run.hyper, job.grad_multiplier))
-        self.kernels.adam_batch(batch)
+        began, ended = self.turns.run(lambda: self.kernels.adam_batch(batch))
+        self.counters.adam_s += ended - began
+        self.spans.add("Adam", segment.name, began, ended)
 
     def _update_in_memory(self, job: UpdateJob) -> None:
-        began = time.perf_counter()
         segment, numel = job.segment, job.segment.numel_in_place
         self._adam(job, 0, numel, segment.address)
         if segment.device_home is not None:
             self._copy_up(segment, 0, segment.state[Plane.PARAM].view, numel)
-        ended = time.perf_counter()
-        self.counters.adam_s += ended - began
         self.counters.parameters += numel
-        self.spans.add("Adam", segment.name, began, ended)
 
     def _cached_param(self, segment: Segment, where: int, nbytes: int) -> memoryview:
         return segment.home_shard()[where : where + nbytes]
