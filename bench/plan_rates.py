@@ -12,6 +12,8 @@ from lamina.engine.planner import Workload, shape_from_module
 from lamina.engine.planner.flops import step_flops
 from lamina.engine.planner.state_bytes import as_dtype
 from lamina.zero.fixed_order import FixedOrder
+from lamina.zero.lanes import Lane
+from lamina.zero.notices import Board
 
 _MATRIX = 1024
 _ADAM_FLOATS = 1 << 23
@@ -59,11 +61,13 @@ def exchange_rate(dtype: torch.dtype, nbytes: int = _EXCHANGED) -> float:
     ranks = dist.get_world_size()
     flat = torch.ones(nbytes // dtype.itemsize // ranks * ranks, dtype=dtype)
     part = flat[: flat.numel() // ranks].clone()
-    sums = FixedOrder(rank=dist.get_rank(), world_size=ranks, exchange_group=None, gather_group=None)
+    board = Board(rank=dist.get_rank(), world_size=ranks, store=None, started=[0])
+    lane = Lane(group=None, board=board, number=0)
+    sums = FixedOrder(rank=dist.get_rank(), world_size=ranks, exchanges=lane, gathers=lane)
 
     def work() -> None:
         dist.all_gather_into_tensor(flat, part)
-        sums.start_reduce_scatter(flat, part).wait()
+        sums.start_reduce_scatter(flat, part, "measuring").wait()
 
     return 2 * flat.nbytes * (ranks - 1) / ranks / _median_seconds(work)
 

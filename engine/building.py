@@ -53,7 +53,7 @@ def initialize(
     args: Any = None,
     config_params: Any = None,
     dist_init_required: bool | None = None,
-    timeout_s: float = 600.0,
+    timeout_s: float | None = None,
     distributed_port: int | None = None,
     mpu: Any = None,
     mesh_param: Any = None,
@@ -73,7 +73,7 @@ def initialize(
     ``save_on_stop``: save a checkpoint there when SIGINT or SIGTERM ends training; ``handle_signals``: see
     [Note: stop signals]. ``trace``: keep spans for ``write_trace``.
     ``dist_init_required``: None joins the ranks that torchrun started, if nobody has. ``timeout_s``: how long a rank waits for
-    the others before that is an error.
+    the others before that is an error (None: as long as torch.distributed's default group).
 
     Raises ConfigError (all problems of the config at once), PlacementError (budgets that cannot work, with the sum),
     StoreError (folders), TypeError (parameters that cannot be trained), ValueError (parameters without values, or of
@@ -96,7 +96,7 @@ def initialize(
         monitors = open_monitors(settings, rank=rank)
         undo.callback(monitors.close)
         device = options.accelerator.device if options.accelerator is not None else None
-        ranks = Ranks.of_process(device, timedelta(seconds=timeout_s))
+        ranks = Ranks.of_process(device, timedelta(seconds=timeout_s) if timeout_s is not None else None)
         undo.callback(refuse_forward, model)
         runtime = ZeroRuntime(model, choice.params, options, ranks=ranks, spans=Spans(enabled=trace))
         undo.callback(runtime.close)

@@ -60,11 +60,11 @@ class GradientCollector:
         self._early = {id(segment) for segment in segments}
 
     def begin_backward(self, *, last_of_window: bool) -> None:
+        if self._reducer is not None:
+            self._reducer.begin_backward()
         self._last_of_window = last_of_window
         self._outer_pass = NO_PASS
         self._gradients.begin_backward()
-        if self._reducer is not None:
-            self._reducer.begin_backward()
 
     def enter_pass(self) -> None:
         """Called from within the backward pass before any gradient comes: what runs now is the outer one."""
@@ -83,8 +83,10 @@ class GradientCollector:
                 self._final(segment)
         self._start_final()
 
-    def end_backward(self) -> None:
-        """The backward pass is over, whether it succeeded or not."""
+    def end_backward(self, *, succeeded: bool) -> None:
+        """The backward pass is over."""
+        if not succeeded and self._reducer is not None:
+            self._reducer.fail()
         self._waiting.clear()
         self._may_run_again.clear()
         self._last_of_window = False

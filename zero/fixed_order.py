@@ -9,33 +9,34 @@ than gloo's all-reduce (65 ms, this: 113 ms); two values have one sum, so two ra
 """
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import distributed as dist
+
+from .lanes import Lane, LaneWork
 
 SPARE_BUFFERS = 2  # as many as sums are under way
 
 
 @dataclass(kw_only=True)
 class FixedOrder:
-    """``exchange_group`` is for the first half of a sum, ``gather_group`` for the second half of an all-reduce. Ranks may
+    """``exchanges`` is for the first half of a sum, ``gathers`` for the second half of an all-reduce. Ranks may
     interleave the two kinds differently; each kind comes in one order on all of them."""
 
     rank: int
     world_size: int
-    exchange_group: Any
-    gather_group: Any
+    exchanges: Lane
+    gathers: Lane
     _spare: list[torch.Tensor] = field(default_factory=list)
 
-    def start_reduce_scatter(self, flat: torch.Tensor, shard: torch.Tensor) -> "SumOfParts":
+    def start_reduce_scatter(self, flat: torch.Tensor, shard: torch.Tensor, what: str) -> "SumOfParts":
         """Begin to sum ``flat`` (1-d, world_size equal parts); after ``wait`` this rank's part is in ``shard``."""
         buffer = self._buffer(flat.nbytes)
         received = buffer[: flat.nbytes].view(flat.dtype)
-        work = dist.all_to_all_single(received, flat, group=self.exchange_group, async_op=True)
+        work = self.exchanges.start(what, dist.all_to_all_single, received, flat)
         return SumOfParts(order=self, work=work, sent=flat, received=received, buffer=buffer, shard=shard)
 
-    def start_all_reduce(self, flat: torch.Tensor) -> "SumOfAll":
+    def start_all_reduce(self, flat: torch.Tensor, what: str) -> "SumOfAll":
         """Begin to sum ``flat`` (1-d, any length) in place."""
         part = -(-flat.numel() // self.world_size)
         padded = flat
@@ -43,7 +44,7 @@ class FixedOrder:
             padded = flat.new_zeros(part * self.world_size)
             padded[: flat.numel()].copy_(flat)
         shard = padded[self.rank * part : (self.rank + 1) * part]
-        return SumOfAll(part=self.start_reduce_scatter(padded, shard), padded=padded, flat=flat)
+        return SumOfAll(part=self.start_reduce_scatter(padded, shard, what), padded=padded, flat=flat)
 
     def take_back(self, buffer: torch.Tensor) -> None:
         """Memory that was received into, for the next sum."""
@@ -61,7 +62,7 @@ class SumOfParts:
     """The exchange under way; ``sent`` is kept until it is over."""
 
     order: FixedOrder
-    work: Any
+    work: LaneWork
     sent: torch.Tensor
     received: torch.Tensor
     buffer: torch.Tensor
@@ -69,7 +70,7 @@ class SumOfParts:
 
     def is_completed(self) -> bool:
         """Whether ``wait`` returns without waiting for other ranks."""
-        return bool(self.work.is_completed())
+        return self.work.is_completed()
 
     def wait(self) -> None:
         self.work.wait()
@@ -95,6 +96,7 @@ class SumOfAll:
 
     def wait(self) -> None:
         self.part.wait()
-        dist.all_gather_into_tensor(self.padded, self.part.shard, group=self.part.order.gather_group)
+        work = self.part.work
+        self.part.order.gathers.run(work.what, dist.all_gather_into_tensor, self.padded, self.part.shard)
         if self.padded is not self.flat:
             self.flat.copy_(self.padded[: self.flat.numel()])

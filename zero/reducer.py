@@ -7,6 +7,9 @@ partners, whatever order the gradients come in and whichever parameters a rank d
 a segment therefore knows, without asking, what all will agree on at the window's end: all of them are used. Once the
 segment's sum has arrived its gradient is final there. A rank that did not use one of them waits for the agreement; that it
 updates later than others changes nothing, since each updates its own shard.
+
+[Note: dropped windows] Sums are paired by their order, so a rank whose backward pass has failed must not simply begin the next
+one: all ranks drop the window together, after they have made the sums that any of them has begun.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +20,7 @@ import torch
 from lamina.tiers import Block
 
 from .bucket_room import BucketRoom
-from .collectives import Ranks, Work
+from .collectives import DivergenceError, Ranks, Work
 from .gradients import Gradients
 from .memory import tensor_over
 from .segment import Segment
@@ -71,11 +74,24 @@ class Reducer:
         self._spare: list[Block] = []
         self._next = 0
         self._used: dict[int, set[int]] = {}
+        self._passes = 0  # of this window
+        self._failed = self._dropping = False
         self.before_sum: Callable[[Segment], None] = lambda _: None
         self.summed: Callable[[Segment], None] = lambda _: None
 
     def begin_backward(self) -> None:
+        """Raises RuntimeError after a pass that failed, until the window is dropped."""
+        self._refuse_failed()
         self._next = 0
+        self._passes += 1
+
+    def fail(self) -> None:
+        """The backward pass has failed on this rank; see [Note: dropped windows]."""
+        self._failed = True
+
+    def _refuse_failed(self) -> None:
+        if self._failed:
+            raise RuntimeError("a backward pass of this window has failed: zero_grad(), on all ranks, drops the window")
 
     def add(self, segment: Segment, slot_index: int, gradient: torch.Tensor) -> None:
         """Put one parameter's gradient into its bucket; start every reduction whose turn it is."""
@@ -99,6 +115,7 @@ class Reducer:
 
     def end_backward(self) -> None:
         """Reduce what is left, parameters that this rank did not use as zeros, and wait for all of it."""
+        self._refuse_failed()
         while self._next < len(self._order):
             segment = self._order[self._next]
             self._next += 1
@@ -131,16 +148,36 @@ class Reducer:
             if not used:
                 plane.release()
         self._used.clear()
+        self._passes = 0
 
     def drop(self) -> None:
-        """Forget what a failed backward pass has left. Sums under way are waited for: the others still need this rank's part."""
-        started, self._started = self._started, []
-        self._spare += [bucket.block for bucket in (*self._open.values(), *started)]
-        self._open.clear()
-        self._used.clear()
-        for bucket in started:
-            if bucket.work is not None and not bucket.taken:
-                self._ranks.wait(bucket.work)
+        """Forget what the window has brought. Collective where it has brought anything, or failed; see [Note: dropped windows].
+        Raises DivergenceError where other ranks go on with it."""
+        try:
+            if self._failed or self._open or self._used or self._started:
+                self._dropping = True
+                self._begin_what_others_have()
+                while self._started:
+                    self._finish_oldest()
+        finally:
+            self._failed = self._dropping = False
+            self._spare += [bucket.block for bucket in (*self._open.values(), *self._started)]
+            self._started.clear()
+            self._open.clear()
+            self._used.clear()
+            self._passes = 0
+
+    def _begin_what_others_have(self) -> None:
+        rows = self._ranks.gather_numbers([self._passes, self._next], "dropping a window")
+        if len({passes for passes, _ in rows}) > 1:
+            raise DivergenceError(
+                f"the ranks have dropped their windows after {[int(passes) for passes, _ in rows]} backward passes: all "
+                f"must drop the same one. Load a checkpoint to go on"
+            )
+        while self._next < max(begun for _, begun in rows):
+            segment = self._order[self._next]
+            self._next += 1
+            self._start(self._take_bucket(segment))
 
     # -- mechanism -----------------------------------------------------------------------------------------------------
 
@@ -183,13 +220,14 @@ class Reducer:
 
     def _start(self, bucket: _Bucket) -> None:
         segment = bucket.segment
+        what = f"the gradients of {segment.name}"
         self._used.setdefault(id(segment), set()).update(bucket.arrived)
         if segment.layout.world_size == 1:  # every rank keeps all of it
             bucket.shard = bucket.flat
-            bucket.work = self._ranks.start_all_reduce(bucket.flat)
+            bucket.work = self._ranks.start_all_reduce(bucket.flat, what)
         else:
             bucket.shard = torch.empty(segment.layout.shard_numel, dtype=segment.dtype, device=bucket.flat.device)
-            bucket.work = self._ranks.start_reduce_scatter(bucket.flat, bucket.shard)
+            bucket.work = self._ranks.start_reduce_scatter(bucket.flat, bucket.shard, what)
         self._started.append(bucket)
 
     def _finish_oldest(self) -> None:
@@ -204,6 +242,8 @@ class Reducer:
         if bucket.work is None or bucket.shard is None:
             raise RuntimeError(f"the reduction of {bucket.segment.name} was not started")
         self._ranks.wait(bucket.work)
+        if self._dropping:
+            return
         bucket.shard.div_(self._ranks.world_size)
         self.before_sum(bucket.segment)
         self._gradients.add_shard(bucket.segment, bucket.shard)

@@ -273,13 +273,14 @@ class ZeroRuntime:
 
     def begin_backward(self, *, last_of_window: bool, root: torch.Tensor | None = None) -> None:
         """``root``: what ``backward`` is going to be called on; without it updates do not start early."""
+        collector = self.collector
+        if collector is not None:
+            collector.begin_backward(last_of_window=last_of_window and root is not None)
         self._in_backward = True
         if self._shares_cores:
             self.kernels.use_team()
-        collector = self.collector
         if collector is None:
             return
-        collector.begin_backward(last_of_window=last_of_window and root is not None)
         self._may_be_ahead |= last_of_window and bool(self.early_segments)
         if root is not None:
             self._root_hook = root.register_hook(  # type: ignore[no-untyped-call]
@@ -294,11 +295,13 @@ class ZeroRuntime:
             self._root_hook = None
         if self.collector is None:
             return
+        reduced = False
         try:
             if succeeded:
                 self.collector.reduce_rest()
+                reduced = True
         finally:
-            self.collector.end_backward()
+            self.collector.end_backward(succeeded=reduced)
 
     def take_own_backward(self) -> None:
         """Before a micro-batch is closed: what a ``backward()`` of the user's own has left is brought together over the ranks."""
@@ -329,4 +332,5 @@ class ZeroRuntime:
 
     def close(self) -> None:
         """Wait for what is under way and give everything back, in reverse order of construction."""
+        self.ranks.leave()  # first: others may wait for this rank, and this one for them
         self._closing.close()

@@ -45,7 +45,8 @@ def wait_for(children: set[int]) -> int:
     return int(failed)
 
 
-def main(world_size: int, script: str, arguments: list[str]) -> int:
+def start(world_size: int, script: str, arguments: list[str]) -> tuple[torch.distributed.TCPStore, set[int]]:
+    """The store and the ranks' process ids; to be called again with the same or other scripts."""
     told, tell = os.pipe()  # the port: the store has threads, which must not be there when children are made
     children = set()
     for rank in range(world_size):
@@ -53,12 +54,17 @@ def main(world_size: int, script: str, arguments: list[str]) -> int:
         if not pid:
             os.close(tell)
             run_rank(rank, world_size, int(os.read(told, 5)), script, arguments)
-            return 0
+            sys.exit()
         children.add(pid)
     store = torch.distributed.TCPStore(
         "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
     )
     os.write(tell, f"{store.port:05d}".encode() * world_size)
+    return store, children
+
+
+def main(world_size: int, script: str, arguments: list[str]) -> int:
+    _store, children = start(world_size, script, arguments)
     return wait_for(children)
 
 
