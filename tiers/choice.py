@@ -15,6 +15,7 @@ from .order import USUAL, Claim, Order, states_first
 from .placement import Placement, PlacementError
 from .question import PlacementQuestion
 from .simulate import Simulation
+from .tier import Tier
 
 MAX_LOOKED_AT = 1500
 """Segments times placements: the choice is made while users wait."""
@@ -118,15 +119,24 @@ class _Search:
         the first state or, in the best of them, to part of any."""
         question, placer = self._question, self._question.placer
         indices = range(len(question.segments)) if question.wishes.divide_state else range(0)
-        promising = sorted(Enumeration(question, self._faster(WORTH_SEEKING)), key=lambda entry: entry[0])
+        wanted_s = self._faster(WORTH_SEEKING)
+        both = (Enumeration(question, wanted_s, spared=tier) for tier in (Tier.DEVICE, Tier.HOST))
+        promising = sorted(itertools.chain(*both), key=lambda entry: entry[0])
         best = None
         for bound, homes in promising[:MAX_ASSIGNMENTS]:
             if bound >= self._faster(WORTH_SEEKING):
                 break
-            ways = [placer.place_at(homes), placer.place_at(homes, divide=indices)]
+            ways = [
+                placer.place_at(homes),
+                *(placer.place_at(homes, divide=indices, slow_first=s) for s in (False, True)),
+            ]
             best = homes if self.look_at((USUAL, placement) for placement in ways) else best
         if best is not None:
-            ways = [placer.place_at(best, divide=[*indices[first:], *indices[:first]]) for first in indices[1:]]
+            ways = [
+                placer.place_at(best, divide=[*indices[first:], *indices[:first]], slow_first=slow_first)
+                for first in indices[1:]
+                for slow_first in (False, True)
+            ]
             self.look_at((USUAL, placement) for placement in ways)
 
     def outcome(self) -> Choice:

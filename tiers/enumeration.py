@@ -32,12 +32,15 @@ class _Option(NamedTuple):
 
 class Enumeration:
     """Iterates over assignments that the budgets hold and whose step may take less than ``wanted_s``, each with the least that it
-    may take; of those that differ only in which memory is taken, one."""
+    may take.
 
-    def __init__(self, question: PlacementQuestion, wanted_s: float) -> None:
+    Of those that differ only in which memory is taken, one: parameters are not on the tier ``spared``, where they need not be.
+    """
+
+    def __init__(self, question: PlacementQuestion, wanted_s: float, *, spared: Tier) -> None:
         self._question = question
         self._wanted_s = wanted_s
-        self._options = _options(question)
+        self._options = _options(question, spared)
         self._nodes = 0
         self._kinds: set[tuple[Kind, ...]] = set()
         budgets, wishes = question.budgets, question.wishes
@@ -93,9 +96,8 @@ class Enumeration:
         return self._bound.seconds(least)
 
 
-def _options(question: PlacementQuestion) -> list[list[_Option]]:
-    """Of each segment, those first that leave least to do; of these, those whose parameters spare the tier of states."""
-    spared = Tier.DEVICE if Tier.DEVICE in question.wishes.state_tiers else Tier.HOST
+def _options(question: PlacementQuestion, spared: Tier) -> list[list[_Option]]:
+    """Of each segment, those first that leave least to do; of these, those whose parameters spare a tier."""
     found: list[list[_Option]] = [[] for _ in question.segments]
     slowest = question.placer.slowest()
     everywhere = {home: None for s in question.segments for home in _homes(question, s, slowest[s.name])}

@@ -69,11 +69,11 @@ class Placer:
             self._serve(needs, claim, window)
         return self._placement(needs, [])
 
-    def place_at(self, homes: Mapping[str, Home], *, divide: Iterable[int] = ()) -> Placement:
+    def place_at(self, homes: Mapping[str, Home], *, divide: Iterable[int] = (), slow_first: bool = False) -> Placement:
         """Segments at given homes, whether or not the budgets hold it. ``divide``: segments whose state memory that is left may
-        have a part of, on each tier one."""
+        have a part of, on each tier one; ``slow_first``: on the slowest tier of memory first."""
         needs = self._moved(self._slow.copy(), homes)
-        undivided = list(self.wishes.state_tiers[:-1])
+        undivided = list(self.wishes.state_tiers[:-1])[:: -1 if slow_first else 1]
         for index in divide:
             self._divide_on(needs, Claim(index, True), undivided, 1)
         return self._placement(needs, [])
