@@ -88,6 +88,7 @@ class StepMeter:
             forward_backward_io_s=self._io_seconds(fetched, 0),
             update_io_s=self._io_seconds(max(0, read_bytes - fetched), written_bytes),
             ahead_io_s=self._io_seconds(update.ahead_bytes, 0),
+            late_io_s=self._io_seconds(0, update.late_bytes),
             cores_s=(self.clock.processor_s - clock.processor_s) / len(os.sched_getaffinity(0)),
         )
         if not facts.skipped:

@@ -11,8 +11,9 @@ class StepMetrics:
 
     ``forward_s`` and ``backward_s`` include stalls: the training thread waited for a link, or for "gradient room", the memory
     of gradients whose update is still to be done. ``update_s`` is the time after the backward pass until every
-    sub-group was updated and written; ``commit_s`` the time to make the generation current. ``lower_bound_s`` is explained in
-    ``lower_bound``.
+    sub-group was updated and its writes were under way; ``commit_s`` what making the generation current took of ``step()``,
+    most of which goes on after it. What is written then is counted with the step that it happens in. ``lower_bound_s`` is
+    explained in ``lower_bound``.
     """
 
     step: int
@@ -62,18 +63,19 @@ class StepCosts:
     update_io_s: float
     cores_s: float  # processor time of the whole step, spread evenly over the cores this process may use
     ahead_io_s: float = 0.0  # of the update's reads, those that were issued before it
+    late_io_s: float = 0.0  # of its writes, those that ended after it
 
 
 def lower_bound(costs: StepCosts, *, barrier: bool, shared_cores: bool) -> float:
     """Least time of a step (DESIGN, one training step).
 
     With an update barrier: the slowest channel of forward and backward, plus the slowest of the update, less the reads ahead
-    that fit under the passes. Without: the slowest channel over all. ``shared_cores``: Adam and the model compute on the same
-    cores at the same time, so each makes the other take longer than it need; what is sure is the processor time, and the
-    passes less all that Adam can have taken.
+    and late writes that fit under the passes. Without: the slowest channel over all. ``shared_cores``: Adam and the model
+    compute on the same cores at the same time, so each makes the other take longer than it need; what is sure is the processor
+    time, and the passes less all that Adam can have taken.
     """
     if barrier:
-        hidden = min(costs.ahead_io_s, max(0.0, costs.compute_s - costs.forward_backward_io_s))
+        hidden = min(costs.ahead_io_s + costs.late_io_s, max(0.0, costs.compute_s - costs.forward_backward_io_s))
         return max(costs.compute_s, costs.forward_backward_io_s) + max(costs.adam_s, costs.update_io_s - hidden)
     passes = max(costs.compute_s - costs.adam_s, costs.cores_s) if shared_cores else costs.compute_s
     return max(passes, costs.adam_s, costs.forward_backward_io_s + costs.update_io_s)

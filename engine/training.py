@@ -30,6 +30,7 @@ from .plan_text import TrainingPlan
 from .progress_lines import progress_lines
 from .schedule_step import advance_schedule
 from .shutdown import StopSignals
+from .soundness import Soundness
 from .window import AccumulationWindow
 
 
@@ -74,8 +75,7 @@ class TrainingEngine(EnginePersistence, EngineFace):
         self._batches: Iterator[Any] | None = None
         self._pending_save: PendingSave | None = None
         self._applied = False
-        self._closed = False
-        self._broken = ""
+        self.sound = Soundness(runtime, self._forget_window)
         self._busy = False
         self._before_draw: dict[str, Any] | None = None
         if self.optimizer is not None and config.tiers.keep_state:
@@ -104,7 +104,7 @@ class TrainingEngine(EnginePersistence, EngineFace):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module on one micro-batch and return what it returns, unscaled."""
-        self._refuse_unusable("forward")
+        self.sound.refuse("forward")
         began = time.perf_counter()
         self._busy = self._busy or self.module.training
         if self.config.fp16.enabled and self.config.fp16.auto_cast:
@@ -141,7 +141,7 @@ class TrainingEngine(EnginePersistence, EngineFace):
         add up. Raises ValueError for a loss that is not a scalar or has no graph. After any error in it, ``zero_grad()``
         drops the window and training can go on.
         """
-        self._refuse_unusable("backward")
+        self.sound.refuse("backward")
         self._require_optimizer("backward")
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
@@ -168,10 +168,14 @@ class TrainingEngine(EnginePersistence, EngineFace):
     def step(self) -> None:
         """Close the micro-batch; at the accumulation boundary update, commit and step the schedule.
 
+        What is written to NVMe may still be under way when it returns, and with it the commit: a kill before the next
+        ``backward()``, ``save_checkpoint()`` or ``close()`` resumes from this step or from the one before. If the commit fails,
+        the next call of the engine raises why; see soundness.py.
+
         A gradient that is not finite skips the update (fp16, or bf16.check_grad_overflow): nothing changes but the loss
         scale. Raises LossScaleError at the least scale, RuntimeError for gradients whose loss was not scaled.
         """
-        self._refuse_unusable("step")
+        self.sound.refuse("step")
         optimizer = self._require_optimizer("step")
         self._take_own_backward()
         self._applied = False
@@ -213,22 +217,9 @@ class TrainingEngine(EnginePersistence, EngineFace):
             )
         except BaseException:
             self.window.forget()
-            self.recover("a step")
+            self.sound.recover("a step")
             raise
         self.runtime.finish_step(applied=not optimizer.outcome.skipped)
-
-    def recover(self, what: str, *, frozen_too: bool = False) -> None:
-        """After ``what`` was cut: on NVMe the old state still counts, and what memory caches of it is read again. State that
-        only memory has may be half changed: the engine then refuses to go on until a checkpoint is loaded."""
-        at_risk = any(
-            segment.kept or len(segment.stored_planes) < len(segment.planes)
-            for segment in self.runtime.segments
-            if segment.trainable or frozen_too
-        )
-        if at_risk or self.runtime.ranks.world_size > 1:
-            self._broken = f"{what} was cut while state in memory was being changed: load a checkpoint to go on"
-        else:
-            reread_homes(self.runtime)
 
     def _take_own_backward(self) -> None:
         """Gradients that the user's own ``backward()`` brought: refuse unscaled ones, reduce them over the ranks."""
@@ -264,10 +255,14 @@ class TrainingEngine(EnginePersistence, EngineFace):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of the open window: nothing of it has happened. Not needed after ``step()``."""
         del set_to_none
-        if self.runtime.drop_window():
+        if self._forget_window():
             reread_homes(self.runtime)
+
+    def _forget_window(self) -> bool:
+        """True where homes in memory are to be read again."""
         self.window.forget()
         self._losses.clear()
+        return self.runtime.drop_window()
 
     # -- whole batches -------------------------------------------------------------------------------------------------
 
@@ -449,23 +444,26 @@ class TrainingEngine(EnginePersistence, EngineFace):
 
     def close(self) -> None:
         """Wait for transfers under way and give back memory, files, locks and threads. The parameters are not usable
-        afterwards. Harmless when repeated. Raises what went wrong with a checkpoint saved in the background."""
-        if not self._closed:
-            self._closed = True
-            atexit.unregister(self.close)
-            if self._signals is not None:
-                self._signals.restore()
-            try:
-                self.wait_for_checkpoint()
-            finally:
-                self._monitors.close()
-                self.runtime.close()
-                refuse_forward(self.module)
+        afterwards. Harmless when repeated. Raises what went wrong with the last step's commit, or with a checkpoint saved in the
+        background."""
+        if self.sound.closed:
+            return
+        self.sound.closed = True
+        atexit.unregister(self.close)
+        if self._signals is not None:
+            self._signals.restore()
+        try:
+            self.sound.tell_lost_commit(wait=True)
+            self.wait_for_checkpoint()
+        finally:
+            self._monitors.close()
+            self.runtime.close()
+            refuse_forward(self.module)
 
     def _stop(self, save_dir: str | os.PathLike[str] | None) -> None:
         """After a stop signal, between two micro-batches."""
         try:
-            if save_dir is not None and not self._closed and not self._broken:
+            if save_dir is not None and not self.sound.closed and not self.sound.broken:
                 if self._before_draw is not None and self.training_dataloader is not None:
                     self.training_dataloader.load_state_dict(self._before_draw)
                 self.save_checkpoint(save_dir)
@@ -477,15 +475,6 @@ class TrainingEngine(EnginePersistence, EngineFace):
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-    def _refuse_closed(self, what: str) -> None:
-        if self._closed:
-            raise RuntimeError(f"{what}: the engine was closed")
-
-    def _refuse_unusable(self, what: str) -> None:
-        self._refuse_closed(what)
-        if self._broken:
-            raise RuntimeError(f"{what}: {self._broken}")
 
     def _require_optimizer(self, what: str) -> TieredAdam | ClientOptimizer:
         if self.optimizer is None:

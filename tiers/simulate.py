@@ -193,6 +193,7 @@ class _Machine:
             has_copy=self._has_copy,
             renew=self._renew,
         )
+        self._landed = self._nothing_to_land()
         self._copies: dict[int, _Seat | None] = {}
         self.open_gradients = 0
         self._early: dict[int, list[UpdateModel]] = {}
@@ -224,6 +225,11 @@ class _Machine:
                 fetched[-1] = Access(group=last.group, compute_s=last.compute_s + access.compute_s)
         return Timetable(fetched, pace) if pace is not None else None
 
+    def _nothing_to_land(self) -> Signal:
+        landed = Signal()
+        landed.fire(self.queue.now)
+        return landed
+
     def state(self) -> str:
         """For an error: who holds what."""
         return f"access {self.position}, {self.held:,} bytes held, {self.open_gradients:,} of gradients open"
@@ -245,23 +251,29 @@ class _Machine:
                 yield self.cores.serve(PASSES, access.compute_s)
                 self._note_use(access.group, asked, seat, began)
                 for update in self._early.get(index, ()):
-                    self._submit(update)
+                    yield from self._submit(update)
             self.totals.passes_ended = self.queue.now
             for update in self._late:
                 self.open_gradients += update.gradient_bytes
-                self._submit(update)
+                yield from self._submit(update)
             self.totals.peak_gradients = max(self.totals.peak_gradients, self.open_gradients)
-            yield from self.updater.drain()
-            if self.step.commit_s:
-                began = self.queue.now
-                yield self.queue.after(self.step.commit_s)
-                self.spans.add("commit", f"{STEP} {step}", began, self.queue.now)
+            yield from self.updater.finish()
+            self._landed = self.queue.start(self._land(step))
             yield from self._settle_copies()
             self.result = self._finish()
             self.spans.add(STEP, f"{STEP} {step}", self.totals.began, self.queue.now)
             self.updater.read_ahead()
             self._prefetch()
+        yield self._landed
         self.updater.stop()
+
+    def _land(self, step: int) -> Process:
+        """The last writes of a step and its commit: see tiers/nvme/landing.py."""
+        yield from self.updater.last_writes()
+        if self.step.commit_s:
+            began = self.queue.now
+            yield self.queue.after(self.step.commit_s)
+            self.spans.add("commit", f"{STEP} {step}", began, self.queue.now)
 
     def _begin_step(self) -> None:
         self.totals = _Totals(began=self.queue.now)
@@ -390,7 +402,9 @@ class _Machine:
 
     # -- copies and updates: [Note: renewed copies] in executor.py -------------------------------------------------
 
-    def _submit(self, update: UpdateModel) -> None:
+    def _submit(self, update: UpdateModel) -> Process:
+        if update.streams:
+            yield self._landed
         seat = self.seats.get(update.group) if update.renews else None
         if seat is not None and not seat.arrival.fired:
             seat = None
@@ -470,9 +484,10 @@ class _Machine:
         gain = 1.0
         if self.disk is not None:
             read, write = self.disk.read_s(updater.read_bytes), self.disk.write_s(updater.written_bytes)
-            hidden = min(self.disk.read_s(updater.ahead_bytes), max(0.0, totals.compute_s - fetch))
+            beside = self.disk.read_s(updater.ahead_bytes) + self.disk.write_s(updater.late_bytes)
+            hidden = min(beside, max(0.0, totals.compute_s - fetch))
             gain = self.disk.mix_gain
-        late = max(updater.adam_s, mixed_seconds(read - hidden, write, gain))
+        late = max(updater.adam_s, mixed_seconds(read, write, gain) - hidden)
         barrier = max(totals.compute_s, fetch, up) + late
         if not self.step.early:
             return barrier, barrier

@@ -26,8 +26,8 @@ class _Flight:
 
 
 class SimulatedUpdater:
-    """The update thread: read sub-group k+1 | Adam on k | write k-1, as zero/update.py does it; the first ones of a step are read
-    as soon as the one before it has ended, without their parameters."""
+    """The update thread: read sub-group k+1 | Adam on k | write k-1, as zero/update.py does it; what is expected next is read
+    whenever there is a buffer, from the end of the step before on, without its parameters."""
 
     def __init__(
         self,
@@ -53,19 +53,20 @@ class SimulatedUpdater:
         self._has_copy = has_copy
         self._renew = renew
         self.open_jobs = 0
-        self._unwritten = 0
+        self._writes: list[tuple[Signal, int]] = []  # under way, with their bytes
         self._jobs: deque[UpdateModel] = deque()
         self._parts: deque[tuple[UpdateModel, SubGroup, bool]] = deque()
         self._free = buffer_count
-        self._submitted: list[UpdateModel] = []
-        self._ahead: deque[Signal] = deque()
-        self._stopped = self._flushing = False
+        self._submitted: dict[int, tuple[UpdateModel, float]] = {}
+        self._expected: deque[SubGroup] = deque()
+        self._ahead: deque[tuple[Signal, float]] = deque()
+        self._stopped = False
         self._arrival = Signal()
         self._progress = Signal()
         self.begin_step()
 
     def begin_step(self) -> None:
-        self.read_bytes = self.written_bytes = self.ahead_bytes = 0
+        self.read_bytes = self.written_bytes = self.ahead_bytes = self.late_bytes = 0
         self.adam_s = 0.0
 
     # -- called by the training thread ---------------------------------------------------------------------------
@@ -73,7 +74,7 @@ class SimulatedUpdater:
     def submit(self, update: UpdateModel) -> None:
         self.open_jobs += 1
         self._jobs.append(update)
-        self._submitted.append(update)
+        self._submitted[id(update)] = update, self.queue.now
         self._wake()
 
     def stop(self) -> None:
@@ -82,21 +83,23 @@ class SimulatedUpdater:
 
     def read_ahead(self) -> None:
         """The step is over: the next one's updates come in the same order."""
-        submitted, self._submitted = self._submitted, []
-        for part in (part for update in submitted if update.streams for part in update.sub_groups):
-            if not self._free:
-                return
-            self._free -= 1
-            self._ahead.append(self._start_read(part.read_bytes - part.param_bytes, Priority.WRITE_BACK))
+        submitted, self._submitted = self._submitted, {}
+        self._expected.extend(part for update, _ in submitted.values() if update.streams for part in update.sub_groups)
+        self._wake()
 
     def next_job_done(self) -> Signal:
         return self._progress
 
-    def drain(self) -> Process:
-        self._flushing = True
-        self._wake()
-        while self.open_jobs or self._unwritten:
+    def finish(self) -> Process:
+        """Until all is computed."""
+        while self.open_jobs:
             yield self._progress
+        self.late_bytes = sum(nbytes for write, nbytes in self._writes if not write.fired)
+
+    def last_writes(self) -> Process:
+        """Until what is being written now is written."""
+        for write, _ in list(self._writes):
+            yield write
 
     # -- the update thread -----------------------------------------------------------------------------------------
 
@@ -108,22 +111,30 @@ class SimulatedUpdater:
                 yield from self._run_in_memory()
                 if self._parts:
                     reading.append(self._read(*self._parts.popleft()))
-                elif reading or (writing and self._flushing):
+                    continue
+                self._go_on_ahead()
+                if reading or (writing and self._expected):
                     break
-                elif self._stopped:
+                if self._stopped:
                     return
-                else:
-                    self._arrival, self._flushing = Signal(), False
-                    yield self._arrival
+                self._arrival = Signal()
+                yield self._arrival
             if reading:
                 writing.append((yield from self._update(reading.popleft())))
                 while writing and writing[0].transfer.fired:
                     writing.popleft()
-                    self._written()
+                    self._free += 1
             elif writing:
                 yield writing[0].transfer
                 writing.popleft()
-                self._written()
+                self._free += 1
+
+    def _go_on_ahead(self) -> None:
+        while self._free and self._expected:
+            part = self._expected.popleft()
+            self._free -= 1
+            read = self._start_read(part.read_bytes - part.param_bytes, Priority.WRITE_BACK)
+            self._ahead.append((read, self.queue.now))
 
     def _run_in_memory(self) -> Process:
         """Take up the next jobs until one streams; those in memory are computed on the way."""
@@ -132,7 +143,6 @@ class SimulatedUpdater:
             if update.streams and update.sub_groups:
                 last = len(update.sub_groups) - 1
                 self._parts.extend((update, part, index == last) for index, part in enumerate(update.sub_groups))
-                self._unwritten += len(update.sub_groups)
                 continue
             for part in update.sub_groups:
                 yield self._adam(part)
@@ -142,12 +152,15 @@ class SimulatedUpdater:
         copied = part.param_bytes if self._has_copy(update) else 0
         self.read_bytes += part.read_bytes - copied
         if self._ahead:
-            transfer = self._ahead.popleft()
-            self.ahead_bytes += part.read_bytes - part.param_bytes
+            transfer, started = self._ahead.popleft()
+            if started < self._submitted[id(update)][1]:
+                self.ahead_bytes += part.read_bytes - part.param_bytes
             if part.param_bytes > copied:
                 transfer = _both(self.queue, transfer, self._start_read(part.param_bytes, Priority.PREFETCH))
         else:
             self._free -= 1
+            if self._expected:
+                self._expected.popleft()
             transfer = self._start_read(part.read_bytes - copied, Priority.PREFETCH)
         self._note("nvme->host: optimizer", update.name, part.read_bytes - copied, transfer)
         return _Flight(update=update, part=part, is_last=is_last, transfer=transfer)
@@ -170,6 +183,8 @@ class SimulatedUpdater:
             written = self.disk_channel.serve(WRITE, seconds, priority=Priority.WRITE_BACK, latency_s=latency)
         else:
             written = _fired(self.queue.now)
+        under_way = ((write, nbytes) for write, nbytes in self._writes if not write.fired)
+        self._writes = [*under_way, (written, flight.part.write_bytes)]
         self._note("host->nvme: optimizer", flight.update.name, flight.part.write_bytes, written)
         if flight.is_last:
             self._job_done(flight.update)
@@ -188,11 +203,6 @@ class SimulatedUpdater:
     def _job_done(self, update: UpdateModel) -> None:
         self._computed(update)
         self.open_jobs -= 1
-        self._notify()
-
-    def _written(self) -> None:
-        self._free += 1
-        self._unwritten -= 1
         self._notify()
 
     def _wake(self) -> None:

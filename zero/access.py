@@ -235,6 +235,8 @@ def _apply(edits: Sequence[Edit]) -> None:
 
 
 def _apply_to(runtime: "ZeroRuntime", edits: Sequence[Edit]) -> None:
+    if runtime.store is not None:
+        runtime.store.settle()  # before anything is changed: what went wrong with the last step's commit is told here
     stored: list[tuple[Place, Plane, torch.Tensor]] = []
     changed = [edit.place.segment for edit in edits if edit.plane in (Plane.PARAM, Plane.MASTER)]
     if fetched := {segment.group for segment in changed if not segment.in_place}:

@@ -24,7 +24,8 @@ from .gradients import Gradients
 from .kernels import AdamHyper, Kernels
 from .plain_optimizer import PlainOptimizer
 from .segment import Segment
-from .update import Run, UpdateJob, Updater
+from .update import Updater
+from .update_job import Run, UpdateJob
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +65,10 @@ class StepOutcome:
 class Migrating(Protocol):
     """State that changes its home with the generation that a step writes."""
 
+    @property
+    def under_way(self) -> bool:
+        """Whether some does: the step's commit is then waited for."""
+
     def before_generation(self) -> None: ...
 
     def write(self, transaction: Transaction) -> None:
@@ -86,7 +91,7 @@ class Copies(Protocol):
 class TieredAdam(PlainOptimizer):
     """Adam or AdamW whose state lives on any tier. ``param_groups`` can be changed between steps as with torch.
 
-    ``step()`` finishes the update of all segments and commits the generation. ``state`` stays empty: use
+    ``step()`` finishes the update of all segments and begins to commit the generation. ``state`` stays empty: use
     ``lamina.zero.get_full`` / ``set_full`` to read or write a moment.
     """
 
@@ -155,8 +160,10 @@ class TieredAdam(PlainOptimizer):
 
     def discard(self) -> None:
         """Forget the gradients of this window and every early update: nothing has happened."""
-        self._updater.drain()
-        self._end_window(commit=False, step=0)
+        try:
+            self._updater.drain()
+        finally:
+            self._end_window(commit=False, step=0)
 
     # -- the step -----------------------------------------------------------------------------------------------
 
@@ -170,6 +177,9 @@ class TieredAdam(PlainOptimizer):
     def finish(self, *, step: int, grad_scale: float = 1.0, skip_nonfinite: bool = False) -> None:
         """Update everything that has a gradient and commit it as training step ``step``; ``grad_scale`` divides the
         gradients (loss scaling). When it raises, the last committed generation is still the current one.
+
+        It returns when all is computed. The last writes, and with them the commit, may still be under way: the store waits for
+        them where it must, and tells what went wrong.
 
         ``skip_nonfinite``: when a gradient is infinite or NaN (its norm tells, without another pass), drop the window and
         change nothing; every rank decides alike. Updates must not have been started early then."""
@@ -187,7 +197,6 @@ class TieredAdam(PlainOptimizer):
             raise
         updated = time.perf_counter()
         self._end_window(commit=True, step=step)
-        self._updater.spans.add("commit", f"step {step}", updated, time.perf_counter())
         self.outcome = StepOutcome(
             grad_norm=norm,
             grad_multiplier=multiplier,
@@ -203,7 +212,7 @@ class TieredAdam(PlainOptimizer):
             if plane.arrived and (segment.kept or not started):
                 runs = self._runs(plane, plane.arrived)
                 self._submit(plane, runs, multiplier, release=not started, stored=not started)
-        self._updater.drain()
+        self._updater.finish()
         stale = [
             plane
             for segment in self._segments
@@ -213,7 +222,7 @@ class TieredAdam(PlainOptimizer):
         for plane in stale:
             runs = self._runs(plane, plane.arrived)
             self._submit(plane, runs, multiplier, release=True, from_store=True, in_place=False)
-        self._updater.drain()
+        self._updater.finish()
         return len(stale)
 
     def grad_norm(self) -> float:
@@ -365,7 +374,14 @@ class TieredAdam(PlainOptimizer):
                 if self.migration is not None:
                     self.migration.write(transaction)
                 transaction.copy_rest()
-                transaction.commit(step, self.generation_meta())
+                moving = self.migration is not None and self.migration.under_way
+                began, spans = time.perf_counter(), self._updater.spans
+                transaction.commit(
+                    step,
+                    self.generation_meta(),
+                    background=not moving,
+                    landed=lambda: spans.add("commit", f"step {step}", began, time.perf_counter()),
+                )
         except BaseException:
             for key in counted:
                 self.param_steps[key] -= 1

@@ -1,14 +1,16 @@
 """Optimizer state that is read before its gradient is there: the first sub-groups of a step's update wait in their buffers.
 
-[Note: reading ahead] Between two updates the buffers are empty and the disk is often idle. So once a step is committed the
-sub-groups that its update began with are read again, from the generation that is current now, for the next one, which as a rule
-takes the same order. Parameters are left out: they may be copied from memory when their turn comes. What was read counts only
-for the very sub-group, planes and generation that the update then asks for; else it is dropped and read as usual.
+[Note: reading ahead] Between two updates the buffers are empty and the disk is often idle. So once a step is over the
+sub-groups that its update began with are read again, from the generation that it made, for the next one, which as a rule
+takes the same order; and whenever buffers are free before their gradients are there, those that follow. Parameters are left out:
+they may be copied from memory when their turn comes. What was read counts only for the very sub-group, planes and generation that
+the update then asks for; else it is dropped and read as usual.
 """
 
+import time
 from collections import deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 from lamina.aio_native import Priority
 from lamina.tiers import Block, GenerationStore, Plane, TransferHandle
@@ -36,7 +38,8 @@ class Early:
     staging: Block
     offsets: dict[Plane, int]
     handles: list[TransferHandle]
-    generation: int
+    version: int
+    started: float = field(default_factory=time.perf_counter)
 
     @property
     def nbytes(self) -> int:
@@ -52,21 +55,35 @@ class ReadAhead:
         self._store = store
         self._sub_group_numel = sub_group_numel
         self._waiting: deque[Early] = deque()
+        self._expected: deque[tuple[Segment, int, int]] = deque()
+        self._version = 0
 
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def begin(self, order: Sequence[Segment], free: deque[Block]) -> None:
-        """Begin to fill the free buffers with the first sub-groups of these segments."""
-        generation = self._generation()
-        if generation is None:
-            return
-        for segment, begin, end in _sub_groups(order, self._sub_group_numel):
-            if not free:
-                return
+    @property
+    def unfinished(self) -> bool:
+        """Whether more is expected than there were buffers for."""
+        return bool(self._expected)
+
+    def expect(self, order: Sequence[Segment]) -> None:
+        """What is to be read next, of the generation that the store reads from now, as there are buffers: see ``go_on``."""
+        if self._store is not None:
+            self._version = self._store.version
+            self._expected.extend(_sub_groups(order, self._sub_group_numel))
+
+    def go_on(self, free: deque[Block]) -> None:
+        """Begin to fill the free buffers with what is expected."""
+        while free and self._expected:
+            segment, begin, end = self._expected.popleft()
             staging, offsets = free.popleft(), buffer_offsets(segment, end - begin)
-            # After everything else: nothing waits for it yet.
-            handles = start_reads(self._store, segment, begin, end, staging, offsets, priority=Priority.WRITE_BACK)
+            try:
+                # After everything else: nothing waits for it yet.
+                handles = start_reads(self._store, segment, begin, end, staging, offsets, priority=Priority.WRITE_BACK)
+            except (OSError, RuntimeError):  # nobody asked for it yet: whoever does reads it again and is told
+                free.append(staging)
+                self._expected.clear()
+                return
             self._waiting.append(
                 Early(
                     segment=segment,
@@ -75,7 +92,7 @@ class ReadAhead:
                     staging=staging,
                     offsets=offsets,
                     handles=handles,
-                    generation=generation,
+                    version=self._version,
                 )
             )
 
@@ -84,24 +101,24 @@ class ReadAhead:
         first = self._waiting[0] if self._waiting else None
         if first is None or first.segment is not segment or (first.begin, first.end) != (begin, end):
             return None
-        if first.offsets != offsets or first.generation != self._generation():
+        if first.offsets != offsets or self._store is None or first.version != self._store.version:
             return None
         return self._waiting.popleft()
 
+    def passed(self, segment: Segment, begin: int, end: int) -> bool:
+        """Whether this is what comes next and nothing is read of it yet, so that the rest stays in order when it is read now."""
+        first = not self._waiting and bool(self._expected) and self._expected[0] == (segment, begin, end)
+        if first:
+            self._expected.popleft()
+        return first
+
     def forget(self) -> Iterator[Block]:
         """Drop everything; the buffers, once nothing touches them."""
+        self._expected.clear()
         while self._waiting:
             early = self._waiting.popleft()
-            for handle in early.handles:
-                try:
-                    handle.wait()
-                except (OSError, RuntimeError):
-                    continue  # nobody asked for it yet: whoever does reads it again and is told
+            settle(early.handles)  # nobody asked for it yet: whoever does reads it again and is told
             yield early.staging
-
-    def _generation(self) -> int | None:
-        current = self._store.current if self._store is not None else None
-        return current.id if current is not None else None
 
 
 def buffer_offsets(segment: Segment, numel: int, *, from_store: bool = False) -> dict[Plane, int]:
@@ -126,20 +143,32 @@ def start_reads(
     *,
     priority: Priority,
 ) -> list[TransferHandle]:
-    """Begin to read elements [begin, end) of every plane but the parameters."""
+    """Begin to read elements [begin, end) of every plane but the parameters. When one cannot begin nothing touches the buffer
+    any more."""
+    handles: list[TransferHandle] = []
     if store is None:
-        return []
-    return [
-        store.read(
-            segment.name,
-            spec.plane,
-            staging.view[offsets[spec.plane] : offsets[spec.plane] + (end - begin) * spec.itemsize],
-            offset=(begin - segment.kept) * spec.itemsize,
-            priority=priority,
-        )
-        for spec in segment.stored_planes
-        if spec.plane is not Plane.PARAM
-    ]
+        return handles
+    try:
+        for spec in segment.stored_planes:
+            if spec.plane is not Plane.PARAM:
+                view = staging.view[offsets[spec.plane] :][: (end - begin) * spec.itemsize]
+                where = (begin - segment.kept) * spec.itemsize
+                handles.append(store.read(segment.name, spec.plane, view, offset=where, priority=priority))
+    except BaseException:
+        settle(handles)
+        raise
+    return handles
+
+
+def settle(handles: Iterable[TransferHandle]) -> bool:
+    """Return once none of the transfers touches its buffer any more; whether all went well."""
+    succeeded = True
+    for handle in handles:
+        try:
+            handle.wait()
+        except (OSError, RuntimeError):
+            succeeded = False
+    return succeeded
 
 
 def _sub_groups(order: Sequence[Segment], numel: int) -> Iterator[tuple[Segment, int, int]]:

@@ -7,7 +7,6 @@ where it is on NVMe the segment streams through a few staging blocks, out of the
 import queue
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,49 +19,13 @@ from lamina.tiers import Block, GenerationStore, Plane, Residency, Spans, Transa
 from .core_turns import CoreTurns
 from .dtypes import KERNEL_DTYPE
 from .fetched_copy import read_copy, renew_copy
-from .gradient_plane import GradientPlane
-from .kernels import AdamBatch, AdamHyper, AdamPlanes, AdamScalars, Kernels
-from .read_ahead import Expected, ReadAhead, buffer_offsets, start_reads
+from .kernels import AdamBatch, AdamPlanes, AdamScalars, Kernels
+from .read_ahead import Expected, ReadAhead, buffer_offsets, settle, start_reads
 from .segment import Segment
+from .update_job import UpdateJob
 from .update_sums import UpdateSums
 
 ROOM = "gradient room"  # what the training thread waits for when the host tier has none for one more gradient
-
-
-@dataclass(frozen=True, kw_only=True)
-class Run:
-    """Elements [begin, end) of a shard that are updated with the same hyper-parameters."""
-
-    begin: int
-    end: int
-    hyper: AdamHyper
-
-
-@dataclass(kw_only=True, eq=False)
-class UpdateJob:
-    """One segment's update. ``done`` is called in the update thread once the gradient has been used.
-
-    ``from_store``: take the old parameters from the current generation although a copy is in memory (the copy may
-    hold a result that is to be replaced). ``in_place``, ``stored``: update the elements that lie in memory with their state,
-    and those that the store has. ``copy``: the flat layout of the group's fetched copy, which takes the new parameters, too, for
-    as long as it is not evicted; None where there is none that may be changed.
-    """
-
-    segment: Segment
-    gradient: GradientPlane
-    runs: Sequence[Run]
-    grad_multiplier: float
-    done: Callable[["UpdateJob"], None]
-    from_store: bool = False
-    in_place: bool = True
-    stored: bool = True
-    copy: "weakref.ref[torch.Tensor] | None" = None
-    chunks_left: int = 0
-
-    @property
-    def renewed(self) -> bool:
-        """Once it is done: whether the fetched copy has all of its results."""
-        return self.copy is not None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,9 +40,10 @@ class _Chunk:
 @dataclass(kw_only=True)
 class UpdateCounters:
     """Seconds the update thread waited for reads and writes, and computed; parameter bytes that it need not read, and bytes
-    that were read ahead of it.
+    that were read before their update was asked for.
 
-    ``room_stall_s``: seconds that the training thread waited for memory of gradients that were still to be used.
+    ``late_bytes``: those that were still being written when all was computed. ``room_stall_s``: seconds that the training
+    thread waited for memory of gradients that were still to be used.
     """
 
     read_stall_s: float = 0.0
@@ -89,6 +53,7 @@ class UpdateCounters:
     parameters: int = 0
     cached_bytes: int = 0
     ahead_bytes: int = 0
+    late_bytes: int = 0
 
 
 @dataclass(kw_only=True)
@@ -104,12 +69,13 @@ class _InFlight:
 
 
 _STOP = object()
-_FLUSH = object()  # everything before it is to be written
+_WAKE = object()  # look again at what is wanted
 
 
 @dataclass(kw_only=True)
 class Updater:
-    """Runs jobs in the order in which they were submitted. Errors surface in ``drain`` (and stop later jobs)."""
+    """Runs jobs in the order in which they were submitted. Errors surface in ``finish`` and ``drain`` (and stop later jobs), but
+    for those of writes, which the transaction tells when it is committed."""
 
     kernels: Kernels
     store: GenerationStore | None
@@ -126,6 +92,9 @@ class Updater:
         self._open_jobs = 0
         self._queued_jobs = 0  # of the open ones, those not yet taken up
         self._unwritten = 0
+        self._draining = False
+        self._writes: list[TransferHandle] = []  # those under way
+        self._from_homes: list[TransferHandle] = []  # of them, those out of memory that is not the updater's
         self._error: BaseException | None = None
         self._transaction: Transaction | None = None
         self._chunks: Iterator[_Chunk] | None = None
@@ -163,13 +132,32 @@ class Updater:
         return self._error is None
 
     def finish_jobs(self) -> None:
-        """Wait until every job has used its gradient, or one has failed: what went wrong is for ``drain`` to raise."""
+        """Wait until every job has used its gradient, or one has failed: what went wrong is for ``finish`` to raise."""
         self.turns.wait_for(lambda: self._open_jobs == 0 or self._error is not None)
 
+    def finish(self) -> None:
+        """Wait until every job is computed and its writes are under way; raises the first error of any of them. What is still
+        being written then lies in the staging blocks, nowhere else."""
+        self.turns.wait_for(lambda: self._open_jobs == 0)
+        with self._state:
+            from_homes, self._from_homes = self._from_homes, []
+            self.counters.late_bytes = sum(write.nbytes for write in self._writes if not write.done())
+        self._raise_error()
+        for handle in from_homes:
+            handle.wait()
+
     def drain(self) -> None:
-        """Wait until every job is computed and written; raises the first error of any of them."""
-        self._queue.put(_FLUSH)
+        """Wait until every job is computed and written, well or not; raises the first error of any of them."""
+        with self._state:
+            self._draining = True
+        self._queue.put(_WAKE)
         self.turns.wait_for(lambda: self._open_jobs == 0 and self._unwritten == 0)
+        with self._state:
+            self._draining = False
+            self._from_homes.clear()
+        self._raise_error()
+
+    def _raise_error(self) -> None:
         with self._state:
             error, self._error = self._error, None
         if error is not None:
@@ -204,23 +192,24 @@ class Updater:
     def _turn(self, reading: deque[_InFlight], writing: deque[_InFlight]) -> bool:
         """One round of the pipeline; False when the thread is to end."""
         # Jobs in memory need no staging, so the queue is looked at also when there is none. Writes under way are waited for
-        # only when their buffers are needed or at a flush: a job that comes meanwhile can be read at once.
+        # only when their buffers are needed or all are to be over: a job that comes meanwhile can be read at once.
         while self._free or len(self._ahead) or not (reading or writing):
-            chunk = self._next_chunk(block=not reading)
+            chunk = self._next_chunk(block=False)
+            if chunk is None:
+                self._ahead.go_on(self._free)
+                if reading or (writing and (self._draining or self._ahead.unfinished)):
+                    break
+                chunk = self._next_chunk(block=True)
             if chunk is _STOP:
-                _settle(reading, writing)
+                _settle_all(reading, writing)
                 self._free.extend(self._ahead.forget())
                 return False
             if isinstance(chunk, Expected):
                 self._free.extend(self._ahead.forget())
-                self._ahead.begin(chunk.order, self._free)
+                self._ahead.expect(chunk.order)
                 continue
-            if chunk is _FLUSH:
-                self._flush(reading, writing)
-                return True
-            if not isinstance(chunk, _Chunk):
-                break
-            reading.append(self._read(chunk))
+            if isinstance(chunk, _Chunk):
+                reading.append(self._read(chunk))
         if reading:
             self._update_next(reading, writing)
             while writing and all(handle.done() for handle in writing[0].handles):
@@ -228,13 +217,6 @@ class Updater:
         elif writing:
             self._written(writing)
         return True
-
-    def _flush(self, reading: deque[_InFlight], writing: deque[_InFlight]) -> None:
-        """Finish what is under way; the queue holds no job that came before."""
-        while reading:
-            self._update_next(reading, writing)
-        while writing:
-            self._written(writing)
 
     def _update_next(self, reading: deque[_InFlight], writing: deque[_InFlight]) -> None:
         # It stays in ``reading`` until its update has succeeded, so that its buffer is not reused under a failed one's I/O.
@@ -282,25 +264,37 @@ class Updater:
         early = self._ahead.take(segment, chunk.begin, chunk.end, offsets)
         if early is not None:
             staging, handles = early.staging, early.handles
-            self.counters.ahead_bytes += early.nbytes
+            if early.started < job.asked_for:
+                self.counters.ahead_bytes += early.nbytes
         else:
-            self._free.extend(self._ahead.forget())
+            if not self._ahead.passed(segment, chunk.begin, chunk.end):
+                self._free.extend(self._ahead.forget())
             staging = self._free.popleft()
             handles = start_reads(
                 self.store, segment, chunk.begin, chunk.end, staging, offsets, priority=Priority.PREFETCH
             )
-        if self.store is not None and Plane.PARAM in offsets and not _is_only_written(Plane.PARAM, job):
-            itemsize = segment.dtype.itemsize
-            view = staging.view[offsets[Plane.PARAM] :][: numel * itemsize]
-            if not job.from_store and read_copy(segment, chunk.begin, chunk.end, view):
-                self.counters.cached_bytes += len(view)
-            else:
-                where = (chunk.begin - segment.kept) * itemsize
-                handles.append(
-                    self.store.read(segment.name, Plane.PARAM, view, offset=where, priority=Priority.PREFETCH)
-                )
         fetching = Residency.ABSENT.fetch()
-        return _InFlight(chunk=chunk, staging=staging, offsets=offsets, handles=handles, residency=fetching)
+        flight = _InFlight(chunk=chunk, staging=staging, offsets=offsets, handles=handles, residency=fetching)
+        if Plane.PARAM in offsets and not _is_only_written(Plane.PARAM, job):
+            try:
+                self._read_param(flight)
+            except BaseException:
+                settle(handles)
+                raise
+        return flight
+
+    def _read_param(self, flight: _InFlight) -> None:
+        """Its parameters, too: out of the fetched copy of their group where there is one."""
+        chunk, segment = flight.chunk, flight.chunk.job.segment
+        itemsize = segment.dtype.itemsize
+        view = flight.staging.view[flight.offsets[Plane.PARAM] :][: (chunk.end - chunk.begin) * itemsize]
+        if not chunk.job.from_store and read_copy(segment, chunk.begin, chunk.end, view):
+            self.counters.cached_bytes += len(view)
+        elif self.store is not None:
+            where = (chunk.begin - segment.kept) * itemsize
+            flight.handles.append(
+                self.store.read(segment.name, Plane.PARAM, view, offset=where, priority=Priority.PREFETCH)
+            )
 
     def _update(self, flight: _InFlight) -> _InFlight:
         """Wait for the reads, run Adam, begin the writes."""
@@ -336,6 +330,7 @@ class Updater:
                 view = self._cached_param(segment, chunk.begin * spec.itemsize, nbytes)
             taken = sums.taken[spec.plane]
             handles.append(transaction.write(segment.name, spec.plane, view, offset=where, taken=taken))
+            self._note_write(handles[-1], from_home=spec.plane not in flight.offsets)
         if job.from_store and segment.home is not None:
             self._refresh_cache(segment, flight, chunk)
         new = flight.staging.view[flight.offsets.get(Plane.PARAM, 0) :]
@@ -388,6 +383,12 @@ class Updater:
             self._copy_up(segment, 0, segment.state[Plane.PARAM].view, numel)
         self.counters.parameters += numel
 
+    def _note_write(self, handle: TransferHandle, *, from_home: bool) -> None:
+        with self._state:
+            self._writes = [*(write for write in self._writes if not write.done()), handle]
+            if from_home:
+                self._from_homes = [*(write for write in self._from_homes if not write.done()), handle]
+
     def _cached_param(self, segment: Segment, where: int, nbytes: int) -> memoryview:
         return segment.home_shard()[where : where + nbytes]
 
@@ -420,14 +421,13 @@ class Updater:
     def _written(self, writing: deque[_InFlight]) -> None:
         flight = writing[0]
         began = time.perf_counter()
-        for handle in flight.handles:
-            handle.wait()
+        succeeded = settle(flight.handles)  # what went wrong the transaction tells
         ended = time.perf_counter()
-        flight.residency = flight.residency.written()
+        flight.residency = flight.residency.written() if succeeded else flight.residency.fail()
         self.counters.write_stall_s += ended - began
         self.spans.add("host->nvme: optimizer", flight.chunk.job.segment.name, flight.started, ended)
         writing.popleft()
-        flight.residency = flight.residency.evict()
+        flight.residency = flight.residency.evict() if succeeded else flight.residency.drop()
         self._free.append(flight.staging)
         with self._state:
             self._unwritten -= 1
@@ -435,7 +435,7 @@ class Updater:
 
     def _fail(self, error: BaseException, reading: deque[_InFlight], writing: deque[_InFlight]) -> None:
         """Remember the first error, let transfers end, and account for everything that will not be done."""
-        _settle(reading, writing)
+        _settle_all(reading, writing)
         reading.clear()
         writing.clear()
         list(self._ahead.forget())
@@ -449,14 +449,10 @@ class Updater:
             self._state.notify_all()
 
 
-def _settle(*flights: deque[_InFlight]) -> None:
-    """Wait until no transfer touches a buffer any more."""
+def _settle_all(*flights: deque[_InFlight]) -> None:
+    """Wait until no transfer touches a buffer any more; the first error is the one that is told."""
     for flight in (flight for queued in flights for flight in queued):
-        for handle in flight.handles:
-            try:
-                handle.wait()
-            except OSError:
-                continue  # the first error is the one that is told
+        settle(flight.handles)
 
 
 def _is_only_written(plane: Plane, job: UpdateJob) -> bool:

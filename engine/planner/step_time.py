@@ -13,6 +13,7 @@ from lamina.engine.planner.case import Case
 from lamina.engine.planner.channel_bytes import Channel, ChannelBytes, channel_bytes
 from lamina.engine.planner.flops import step_flops
 from lamina.engine.planner.machine import Machine
+from lamina.engine.planner.pass_items import update_sub_group
 from lamina.engine.planner.pipeline_bubble import bubble_fraction
 
 
@@ -59,6 +60,8 @@ def step_time(case: Case) -> StepTime:
         case, {Channel.COMPUTE.value: compute / (1 - bubble)}, _seconds(case.machine, moved, update=False)
     )
     update = _on_cores(case, {}, _seconds(case.machine, moved, update=True))
+    if not case.updates_early:
+        _move_under_passes(case, passes, update)
     passes_s, update_s = (_part(part, case.machine.overlap_loss) for part in (passes, update))
     worst = max(passes.values()) + max(update.values(), default=0.0)
     together = {name: passes.get(name, 0.0) + update.get(name, 0.0) for name in {**passes, **update}}
@@ -89,6 +92,19 @@ def step_time(case: Case) -> StepTime:
             if seconds and name != Channel.COMPUTE
         },
     )
+
+
+def _move_under_passes(case: Case, passes: dict[str, float], update: dict[str, float]) -> None:
+    """What the update's buffers hold is read before its passes have ended, and written when the next ones have begun, as far
+    as the drive has time then."""
+    drive = update.get(DRIVE, 0.0)
+    if drive:
+        numel = case.slice.trainable_numel / (case.slice.ranks if case.place.stage >= 1 else 1)
+        share = min(1.0, case.buffers.update_depth * update_sub_group(case) / max(numel, 1))
+        idle = max(passes.values()) - passes.get(DRIVE, 0.0)
+        hidden = min(drive * share, idle)
+        passes[DRIVE] = passes.get(DRIVE, 0.0) + hidden
+        update[DRIVE] = drive - hidden
 
 
 def compute_seconds(case: Case) -> tuple[float, float]:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from small_model import batch, build, on_nvme, settings
 from torch.utils.data import Dataset
-from train_until_killed import STEPS, data, main, start
+from train_until_killed import CUT, STEPS, data, main, start
 
 from lamina.engine import TrainingEngine, initialize
 from lamina.tiers import StoreError
@@ -92,6 +92,17 @@ def test_killed_over_and_over_it_goes_on_bit_exactly(
             parameters = list(engine.module.parameters())
             states.append([get_full(p, plane) for p in parameters for plane in ("master", "exp_avg", "exp_avg_sq")])
     assert all(map(torch.equal, *states))
+
+
+def test_killed_after_a_step_and_before_its_commit_it_does_that_step_again(
+    server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(tmp_path / "straight", "resume")
+    wanted = capsys.readouterr().out.split("\n")[:STEPS]
+    server.start(tmp_path / "killed", "cut")
+    assert server.rest() == (wanted[:CUT], -signal.SIGKILL)
+    server.start(tmp_path / "killed", "resume")
+    assert server.rest() == (wanted[CUT - 1 :], 0)
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])

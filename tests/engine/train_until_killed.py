@@ -1,10 +1,13 @@
 """Run by test_stop_and_resume: trains on NVMe with kept state, tells each step and its loss, stops when it is told to.
 
-Forks a child for each line `folder mode`, as kill_while_saving does. Modes: resume (go on), slow (each forward takes 0.2 s).
+Forks a child for each line `folder mode`, as kill_while_saving does. Modes: resume (go on), slow (each forward takes 0.2 s), cut
+(it kills itself after step CUT was told and before it is committed).
 """
 
 import os
+import signal
 import sys
+import threading
 import time
 import traceback
 from pathlib import Path
@@ -17,6 +20,7 @@ from torch.utils.data import TensorDataset
 from lamina.engine import TrainingEngine, initialize
 
 STEPS = 14
+CUT = 4
 
 
 def data() -> TensorDataset:
@@ -38,10 +42,29 @@ def main(folder: Path, mode: str) -> None:
     with start(folder, resume="auto", save_on_stop=folder / "c") as engine:
         if mode == "slow":
             engine.module.register_forward_pre_hook(lambda *_: time.sleep(0.2))
+        if mode == "cut":
+            hold_commit(engine, CUT)
         while engine.global_steps < STEPS:
             noise = torch.rand(1).item()  # the random state must go on, too
             loss = engine.train_batch()
             print(f"step {engine.global_steps} {loss.item():.9g} {engine.get_lr()[0]:.9g} {noise:.9g}", flush=True)
+            if mode == "cut" and engine.global_steps == CUT:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+
+def hold_commit(engine: TrainingEngine, held: int) -> threading.Event:
+    """Let the commit of one step wait for the event; everything but the manifest is on disk by then."""
+    event, store = threading.Event(), engine.runtime.store
+    assert store is not None
+    publish = store.publish
+
+    def late(targets: Any, step: int, *rest: Any) -> None:
+        if step == held:
+            event.wait()
+        publish(targets, step, *rest)
+
+    store.publish = late  # type: ignore[method-assign]
+    return event
 
 
 def serve() -> None:

@@ -10,7 +10,8 @@ from simulated_links import MIB, links
 from test_update_thread import NUMEL, CountingKernels, HeldHandle, HeldStore, job
 
 from lamina.tiers import Access, Arena, GroupModel, Plane, Spans, StepModel, SubGroup, Tier, UpdateModel, simulate
-from lamina.zero.update import UpdateJob, Updater
+from lamina.zero.update import Updater
+from lamina.zero.update_job import UpdateJob
 
 
 class Store(HeldStore):
@@ -21,6 +22,10 @@ class Store(HeldStore):
         self.current = SimpleNamespace(id=1)
         self.reads: list[tuple[str, Plane]] = []
         self.written: dict[tuple[str, Plane], int] = {}
+
+    @property
+    def version(self) -> int:
+        return int(self.current.id)
 
     def read(self, shard: str, plane: Plane, buffer: Any, **options: Any) -> HeldHandle:
         self.reads.append((shard, plane))
@@ -122,7 +127,8 @@ def test_a_read_that_failed_is_told_by_the_update_that_needs_it_and_not_by_anoth
 
 
 def test_a_simulated_step_reads_ahead_too() -> None:
-    """A barrier: under ten seconds of compute the states of three of eight sub-groups come, and the update is shorter by them."""
+    """A barrier: under ten seconds of compute the last three writes of the step before end and the states of three of eight
+    sub-groups come, and the update is shorter by them."""
     parts = tuple(SubGroup(read_bytes=MIB, write_bytes=MIB, adam_s=0.0) for _ in range(8))
     model = StepModel(
         groups=(GroupModel(name="all"),),
@@ -131,8 +137,9 @@ def test_a_simulated_step_reads_ahead_too() -> None:
         buffer_count=3,
     )
     first, second = (simulate(model, links(), steps=steps) for steps in (1, 2))
-    assert first.step_s == pytest.approx(26.0)
-    assert second.step_s == pytest.approx(23.0)
+    assert first.step_s == pytest.approx(10.0 + 8.0 + 5.0)
+    assert second.step_s == pytest.approx(10.0 + 5.0 + 5.0)
+    assert second.barrier_bound_s == pytest.approx(10.0 + 16.0 - 6.0)
     assert first.read_bytes == second.read_bytes == 8 * MIB
 
 

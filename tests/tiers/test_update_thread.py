@@ -11,7 +11,8 @@ import torch
 
 from lamina.tiers import Arena, Plane, PlaneSpec, Spans, Tier
 from lamina.zero.adam_update import AdamBatch, AdamHyper
-from lamina.zero.update import UpdateJob, Updater
+from lamina.zero.update import Updater
+from lamina.zero.update_job import UpdateJob
 
 NUMEL = 4096
 PLANES = tuple(PlaneSpec(plane=plane, itemsize=4) for plane in (Plane.PARAM, Plane.EXP_AVG, Plane.EXP_AVG_SQ))

@@ -45,13 +45,17 @@ def open_store(folder: Path, io: AsyncIO, generations: int, paths: int) -> Gener
 
 
 def update(folder: Path, generations: int, paths: int, pin: bool, tell: int) -> None:
-    """Child: update for ever. Tells "t" before and "c" after the commit of a step."""
+    """Child: update for ever. Tells "t" before and "c" after the commit of a step. Two of three go on in the background, while
+    the store is read: there "c" comes with the next begin()."""
     with AsyncIO(queue_depth=4) as io:
         store = open_store(folder, io, generations, paths)
         step = store.current.step if store.current else -1
+        landing = False
         while True:
             step += 1
             with store.begin() as transaction:
+                if landing:
+                    os.write(tell, f"c{step - 1}\n".encode())
                 for shard in SHARDS if store.current else (*SHARDS, FROZEN):
                     for spec in shard.planes:
                         if shard.name == "block2" and step % 3 == 2 and store.current:
@@ -63,8 +67,12 @@ def update(folder: Path, generations: int, paths: int, pin: bool, tell: int) -> 
                 if store.current:
                     transaction.copy_rest()
                 os.write(tell, f"t{step}\n".encode())
-                transaction.commit(step, {"step": step}, durable=step % 4 == 0)
-                os.write(tell, f"c{step}\n".encode())
+                landing = generations > 1 and step % 3 > 0
+                transaction.commit(step, {"step": step}, durable=step % 4 == 0, background=landing)
+                if landing:
+                    compare(store, step)
+                else:
+                    os.write(tell, f"c{step}\n".encode())
             if paths > 1 and step % 7 == 3:
                 store.restripe([(step // 7 + index) % 3 + (index == 0) for index in range(paths)])
             if pin and step % 5 == 1:
@@ -73,6 +81,16 @@ def update(folder: Path, generations: int, paths: int, pin: bool, tell: int) -> 
                         unpin(str(old.parent))
                 if not (folder / f"pinned-{step % 3}" / "manifest.json").exists():
                     store.pin(str(folder / f"pinned-{step % 3}"), background=step % 2 == 0)
+
+
+def compare(store: GenerationStore, step: int) -> None:
+    """Raises AssertionError where the store holds anything but the step's bytes."""
+    for shard in (*SHARDS, FROZEN):
+        for spec in shard.planes:
+            buffer = bytearray(shard.numel * spec.itemsize)
+            store.read(shard.name, spec.plane, buffer).wait()
+            if bytes(buffer) != content(shard, spec, step):
+                raise AssertionError(f"{shard.name}/{spec.plane} is not that of step {step}")
 
 
 def check(folder: Path, generations: int, paths: int, said: list[str]) -> str:
@@ -94,12 +112,7 @@ def check(folder: Path, generations: int, paths: int, said: list[str]) -> str:
                 if step not in allowed:
                     raise AssertionError(f"found step {step}, allowed {sorted(allowed)}: {store.report()}")
             if store.current:
-                for shard in (*SHARDS, FROZEN):
-                    for spec in shard.planes:
-                        buffer = bytearray(shard.numel * spec.itemsize)
-                        store.read(shard.name, spec.plane, buffer).wait()
-                        if bytes(buffer) != content(shard, spec, step):
-                            raise AssertionError(f"{shard.name}/{spec.plane} is not that of step {step}")
+                compare(store, step)
             for pinned in folder.glob("pinned-*/manifest.json"):
                 with PinnedReader(str(pinned.parent), io) as reader:
                     reader.sums(check=True)

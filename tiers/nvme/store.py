@@ -21,6 +21,7 @@ from lamina.aio_native import AsyncIO, Priority
 from lamina.tiers.errors import StoreError
 from lamina.tiers.nvme.generations import Generations
 from lamina.tiers.nvme.handle import HandleGroup, TransferHandle, as_bytes
+from lamina.tiers.nvme.landing import Landing
 from lamina.tiers.nvme.layout import require_same_shards
 from lamina.tiers.nvme.lock import FolderLock, file_device
 from lamina.tiers.nvme.manifest import GenerationRecord
@@ -63,6 +64,8 @@ class GenerationStore:
         self._lock = threading.RLock()
         self._generations = Generations(pool)
         self._transaction: Transaction | None = None
+        self._landing: Landing | None = None
+        self._version = 0
         self._pins: list[PinnedGeneration] = []
         self._closed = False
 
@@ -107,10 +110,41 @@ class GenerationStore:
 
     @property
     def current(self) -> GenerationInfo | None:
-        """The last committed generation, or None before the first commit."""
+        """The last committed generation, or None before the first commit. Waits for a commit in the background, and raises what
+        went wrong with it."""
+        self.settle()
         with self._lock:
             record = self._generations.current
             return None if record is None else _info(record)
+
+    @property
+    def version(self) -> int:
+        """Another number whenever read() gives other bytes than before: after a commit or, in the background, its beginning."""
+        return self._version
+
+    def settle(self) -> None:
+        """Wait until nothing is being committed in the background. Raises what went wrong with the last such commit."""
+        landing = self._landing
+        if landing is not None:
+            landing.wait()
+            self._require_landed()
+
+    def take_failure(self, *, wait: bool) -> Exception | None:
+        """What went wrong with a commit in the background, as far as it is known, or after a ``wait`` for it. Nobody is told
+        again: from then on the generation before it is the current one."""
+        landing = self._landing
+        if landing is None:
+            return None
+        if wait or landing.error is not None:
+            landing.wait()
+        if landing.error is not None:
+            self._landing = None
+            self._version += 1
+        return landing.error
+
+    def _require_landed(self) -> None:
+        if self._landing is not None and self._landing.error is not None:
+            raise self._landing.error.with_traceback(None)  # of whoever was told before
 
     @property
     def shards(self) -> tuple[ShardSpec, ...]:
@@ -127,6 +161,7 @@ class GenerationStore:
         shard's, StoreError while a transaction is open, SpaceError when there is no room for files that hold more; then
         nothing was changed.
         """
+        self.settle()
         with self._lock:
             self._require_open()
             if self._transaction is not None:
@@ -149,7 +184,8 @@ class GenerationStore:
     def read(
         self, shard: str, plane: Plane, buffer: Any, *, offset: int = 0, priority: Priority = Priority.DEMAND
     ) -> TransferHandle:
-        """Start reading from BYTE offset of a plane of the current generation into a writable buffer.
+        """Start reading from BYTE offset of a plane of the current generation, or of the one that is being committed in the
+        background, into a writable buffer.
 
         The handle owns the buffer; its wait() raises IntegrityError under verify="always" when a chunk is damaged (of
         which only a part is wanted, it is read whole beside). Raises KeyError, ValueError, StoreError.
@@ -157,6 +193,13 @@ class GenerationStore:
         view = as_bytes(buffer)
         if view.readonly and len(view):
             raise TypeError(f"{shard}/{plane}: the buffer to read into is read-only")
+        transaction = self._transaction if self._landing is not None else None
+        if transaction is not None and self._verify == "always":
+            self.settle()  # its checksums are complete by then
+        elif transaction is not None:
+            landing = transaction.read_landing(shard, plane, view, offset=offset, priority=priority)
+            if landing is not None:
+                return landing
         with self._lock:
             self._require_open()
             slot, sums, title = self._generations.readable(shard)
@@ -174,7 +217,9 @@ class GenerationStore:
     def begin(self, *, replace_frozen: bool = False) -> Transaction:
         """Start the next generation. replace_frozen: the frozen planes are written anew in it (when a model is loaded).
         Raises StoreError when one is open already, SpaceError when a checkpoint
-        holds the files that would be next and there is no room for new ones."""
+        holds the files that would be next and there is no room for new ones. Waits for a commit in the background, whose
+        failure it raises."""
+        self.settle()
         with self._lock:
             self._require_open()
             return self._begin(replace_frozen=replace_frozen)
@@ -216,12 +261,22 @@ class GenerationStore:
     def publish(self, targets: Iterable[Target], step: int, meta: Mapping[str, Any], durable: bool) -> None:
         """[Owner] The atomic commit."""
         with self._lock:
+            self._version += self._landing is None
             self._generations.publish(targets, step, meta, durable)
+
+    def land(self, landing: Landing) -> None:
+        """[Owner] Commit in the background."""
+        with self._lock:
+            self._landing = landing
+            self._version += 1
+        landing.start()
 
     def closed(self, state: TransactionState, targets: Iterable[Target]) -> None:
         """[Owner] A transaction has ended."""
         with self._lock:
             self._transaction = None
+            if state is TransactionState.COMMITTED:
+                self._landing = None
             self._generations.tidy(self._generations.drop_unused_frozen)
 
     def flush(self) -> HandleGroup:
@@ -229,6 +284,7 @@ class GenerationStore:
 
         A commit without durable=True leaves that to do. Its wait() raises StorageFault. Raises StoreError.
         """
+        self.settle()
         with self._lock:
             self._require_open()
             _, sources = self._generations.pinned()
@@ -245,6 +301,7 @@ class GenerationStore:
         checkpoint that is kept. Raises FileExistsError when the directory holds one already, StoreError, StorageFault,
         OSError.
         """
+        self.settle()
         with self._lock:
             self._require_open()
             if self._transaction is not None and self._transaction.in_place:
@@ -284,6 +341,7 @@ class GenerationStore:
         Its files are linked where the file system allows (and then not written again), else copied. Raises LayoutError
         when it holds other shards, IntegrityError when it is damaged; then nothing was changed.
         """
+        self.settle()
         with self._lock:
             if self._closed:
                 self._require_open()
@@ -342,7 +400,7 @@ class GenerationStore:
         """What the store is, where it lies, what happened to it and what it has written, for people."""
         with self._lock:
             manifest = self._pool.manifest
-            info = self.current
+            info = self._generations.current
             lines = [
                 f"job {manifest.job!r} rank {manifest.rank}: {len(manifest.shards)} shards, "
                 f"{self.bytes_on_disk:,} bytes "
@@ -357,6 +415,7 @@ class GenerationStore:
     def _require_open(self) -> None:
         if self._closed:
             raise StoreError("the store is closed: open it again")
+        self._require_landed()
         if self._pool.doubt:
             raise StoreError(
                 f"{self._pool.doubt}, so it is not known which generation counts: close this store, open it again"
@@ -376,13 +435,15 @@ class GenerationStore:
             return Scratch(self._pool.folders, weights, self._pool.io, nbytes)
 
     def close(self, *, remove: bool = False) -> None:
-        """Abort what is open, close the files and unlock. remove: delete this rank's files, and the folders
-        that are empty then. Harmless when repeated."""
+        """Wait for a commit in the background, abort what is open, close the files and unlock. remove: delete this rank's files,
+        and the folders that are empty then. Harmless when repeated. Raises, at the end, what went wrong with that commit."""
         with self._lock:
             if self._closed:
                 return
             self._closed = True
-            transaction = self._transaction
+            transaction, landing = self._transaction, self._landing
+        if landing is not None:
+            landing.wait()
         if transaction is not None:
             transaction.abort()  # without the lock: a commit that is under way has its own and wants this one
         for pin in self._pins:
@@ -394,6 +455,7 @@ class GenerationStore:
             if remove:
                 for folder in self._pool.folders:
                     folder.remove_empty()
+        self._require_landed()
 
     def __enter__(self) -> "GenerationStore":
         return self

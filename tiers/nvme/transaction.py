@@ -3,7 +3,7 @@ all."""
 
 import enum
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -11,6 +11,7 @@ from lamina.aio_native import Priority
 from lamina.tiers.errors import StoreError, fault
 from lamina.tiers.nvme.chunk_sums import ChunkState, ChunkSums
 from lamina.tiers.nvme.handle import Part, TransferHandle, as_bytes
+from lamina.tiers.nvme.landing import Landing, LateTransfer
 from lamina.tiers.nvme.layout import PlaneExtent
 from lamina.tiers.nvme.pending import PendingWrite, PendingWrites
 from lamina.tiers.nvme.slot import Slot, first_failure
@@ -20,9 +21,11 @@ from lamina.tiers.tier import Plane
 
 
 class TransactionState(enum.StrEnum):
-    """OPEN leads to COMMITTED or ABORTED, nothing else to anything."""
+    """OPEN leads to LANDING, COMMITTED or ABORTED, LANDING to one of the last two, nothing else to anything."""
 
     OPEN = "open"
+    LANDING = "landing"
+    """It is being committed in the background; see landing.py."""
     COMMITTED = "committed"
     ABORTED = "aborted"
 
@@ -62,6 +65,9 @@ class Owner(Protocol):
     def publish(self, targets: Iterable[Target], step: int, meta: Mapping[str, Any], durable: bool) -> None:
         """Make the targets the current generation."""
 
+    def land(self, landing: Landing) -> None:
+        """Start it; until it is over it is what is read from."""
+
     def closed(self, state: TransactionState, targets: Iterable[Target]) -> None:
         """The transaction has ended."""
 
@@ -92,6 +98,7 @@ class Transaction:
         self._frozen_names = frozen_names
         self._verify = verify
         self._pending = PendingWrites()
+        self._late: list[LateTransfer] = []
         self._lock = threading.RLock()
 
     def write(
@@ -148,6 +155,36 @@ class Transaction:
             self._settle(self._pending.touching(extent, offset, len(view)))
             parts = target.slot.read(extent, offset, view, priority)
             return target.slot.track(TransferHandle(parts, view))
+
+    def read_landing(
+        self, shard: str, plane: Plane, view: memoryview, *, offset: int, priority: Priority
+    ) -> TransferHandle | None:
+        """Read what is being committed in the background, without a wait for what is still being written. None where it is not,
+        any more, or where the shard is none of those that it writes. Raises KeyError, ValueError."""
+        with self._lock:
+            if self.state is not TransactionState.LANDING or (self._frozen is None and shard in self._frozen_names):
+                return None
+            target = self._target(shard)
+            extent = target.slot.layout.extent(shard, plane)
+            target.slot.layout.check_range(extent, offset, len(view))
+            writes = [write.handle for write in self._pending.touching(extent, offset, len(view))]
+            handle: TransferHandle
+            if not writes:
+                handle = TransferHandle(target.slot.read(extent, offset, view, priority), view)
+                return target.slot.track(handle)
+
+            def start() -> Sequence[Part]:
+                if self.state is TransactionState.ABORTED:
+                    raise StoreError(
+                        f"{extent.title}: the commit of generation {self.id} failed before it could be read"
+                    )
+                parts = target.slot.read(extent, offset, view, priority)
+                target.slot.track(late)
+                return parts
+
+            late = LateTransfer(view, writes, start, self._lock)
+            self._late.append(late)
+            return late
 
     @property
     def in_place(self) -> bool:
@@ -209,37 +246,89 @@ class Transaction:
                 target.sums.put(target.sums.measure(extent, offset, part))
         return handle
 
-    def commit(self, step: int, meta: Mapping[str, Any] | None = None, *, durable: bool = False) -> None:
+    def commit(
+        self,
+        step: int,
+        meta: Mapping[str, Any] | None = None,
+        *,
+        durable: bool = False,
+        background: bool = False,
+        landed: Callable[[], None] = lambda: None,
+    ) -> None:
         """Make this the current generation.
 
         After a kill of the process the store reopens with this generation or, before this returns, with the
         one before; durable also survives the loss of power. Raises StoreError naming planes that are missing
         (the transaction stays open) and StorageFault when a disk failed (abort it; the generation before
         still counts).
+
+        background: return at once; writes under way and all that follows goes on in a thread, and the store is read as
+        after it. Its settle() waits for that, as does everything that needs the commit, and tells what went wrong; see
+        landing.py. An update in place is committed at once all the same: there is nothing else that could count meanwhile.
+        ``landed`` is called once it counts, in whichever thread that is.
         """
+        remembered = dict(meta or {})
         with self._lock:
             self._require_open()
-            self._settle(self._pending.all())
-            missing = self.missing()
-            if missing:
-                more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
-                raise StoreError(
-                    f"cannot commit step {step}: not written: {', '.join(missing[:8])}{more}. Write them, "
-                    "or call "
-                    "copy_rest() to carry them over from the current generation"
-                )
-            for target in self._targets():
-                self._finish_target(target, durable)
-            self._owner.publish(self._targets(), step, dict(meta or {}), durable)
-            self._end(TransactionState.COMMITTED)
+            self._require_whole(step)
+            if background and not self.in_place:
+                self.state = TransactionState.LANDING
+                self._owner.land(Landing(lambda: self._land_or_drop(step, remembered, durable, landed)))
+                return
+            self._land(step, remembered, durable)
+            landed()
+
+    def _require_whole(self, step: int) -> None:
+        missing = self.missing()
+        if missing:
+            more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
+            raise StoreError(
+                f"cannot commit step {step}: not written: {', '.join(missing[:8])}{more}. Write them, or call copy_rest() to "
+                "carry them over from the current generation"
+            )
+
+    def _land(self, step: int, meta: Mapping[str, Any], durable: bool) -> None:
+        """Wait for the writes and make it current. In the background the lock is held only for what others look at."""
+        while (oldest := self._oldest()) is not None:
+            oldest.handle.wait()
+            self._over(oldest)
+        for target in self._targets():
+            self._finish_target(target, durable)
+        self._owner.publish(self._targets(), step, meta, durable)
+        self._end(TransactionState.COMMITTED)
+
+    def _land_or_drop(self, step: int, meta: Mapping[str, Any], durable: bool, landed: Callable[[], None]) -> None:
+        try:
+            self._land(step, meta, durable)
+        except BaseException:
+            self._drop()
+            raise
+        landed()
+
+    def _oldest(self) -> PendingWrite | None:
+        with self._lock:
+            return self._pending.oldest()
+
+    def _over(self, write: PendingWrite) -> None:
+        """A write has succeeded: begin the reads that waited for it."""
+        with self._lock:
+            self._pending.remove(write)
+            for late in self._late:
+                if late.ready:
+                    late.begin()
+            self._late = [late for late in self._late if not late.ready]
 
     def abort(self) -> None:
         """Drop what was written; harmless when repeated or after commit()."""
         with self._lock:
             if self.state is TransactionState.OPEN:
-                for write in self._pending.all():
-                    write.handle.drain()
-                self._end(TransactionState.ABORTED)
+                self._drop()
+
+    def _drop(self) -> None:
+        with self._lock:
+            for write in self._pending.all():
+                write.handle.drain()
+            self._end(TransactionState.ABORTED)
 
     def __enter__(self) -> "Transaction":
         return self
@@ -248,9 +337,11 @@ class Transaction:
         self.abort()
 
     def _end(self, state: TransactionState) -> None:
-        self._pending = PendingWrites()
-        self.state = state
-        self._owner.closed(state, self._targets())
+        with self._lock:
+            self._pending = PendingWrites()
+            self._late = []
+            self.state = state
+            self._owner.closed(state, self._targets())
 
     def _require_open(self) -> None:
         if self.state is not TransactionState.OPEN:
@@ -282,6 +373,8 @@ class Transaction:
 
         def rescue(stripe: int, error: OSError) -> list[Part]:
             nonlocal started_in
+            if self.state in (TransactionState.COMMITTED, TransactionState.ABORTED):
+                raise fault(error, f"a write of generation {self.id}, which is {self.state},")
             if target.slot is started_in:
                 self._replan(target, stripe, error)
             started_in = target.slot
@@ -319,7 +412,8 @@ class Transaction:
 
                 pump(reader(target.slot), cut(stale, chunk_bytes, chunk_bytes), scratch, settle)
         while (failure := self._seal(target, durable)) is not None:
-            self._replan(target, *failure)
+            with self._lock:
+                self._replan(target, *failure)
 
     @staticmethod
     def _seal(target: Target, durable: bool) -> tuple[int, OSError] | None:

@@ -1,0 +1,150 @@
+"""A step's last writes and its commit go on after step() has returned: what may use it meanwhile, and what a failure does."""
+
+import errno
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_model import batch, build, on_nvme, settings
+from train_until_killed import hold_commit
+
+from lamina.engine import TrainingEngine, initialize
+from lamina.tiers.errors import StorageFault
+from lamina.zero import GatheredParameters, get_full, set_full
+
+SMALL = {"width": 16, "hidden": 32, "blocks": 3}
+FULL = StorageFault("No space left on device", errno=errno.ENOSPC, path="/x")
+
+
+def start(folder: Path, *, clip: float = 0, resume: bool = False, **tiers: Any) -> TrainingEngine:
+    config = settings(gradient_clipping=clip, **on_nvme(folder, keep_state=True, **tiers))
+    return initialize(build(**SMALL), config=config, resume=resume or None)[0]
+
+
+def update(engine: TrainingEngine, loss: torch.Tensor) -> None:
+    engine.backward(loss)
+    engine.step()
+
+
+def train(engine: TrainingEngine, first: int, last: int) -> list[float]:
+    losses = []
+    for index in range(first, last):
+        loss = engine(*batch(index))
+        update(engine, loss)
+        losses.append(loss.item())
+    return losses
+
+
+def state(engine: TrainingEngine) -> list[Any]:
+    return [get_full(p, plane) for p in engine.module.parameters() for plane in ("master", "exp_avg", "exp_avg_sq")]
+
+
+def in_time(call: Callable[[], object], event: threading.Event) -> bool:
+    """Whether a call returns before the event lets the commit go on, which happens then."""
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join(0.05)
+    returned = not thread.is_alive()
+    event.set()
+    thread.join()
+    return returned
+
+
+@pytest.mark.parametrize("tiers", [{}, {"device_bytes": 40_000}], ids=["kept copies", "small window"])
+def test_the_next_forward_pass_runs_meanwhile_and_what_needs_the_commit_waits(
+    tmp_path: Path, tiers: dict[str, Any]
+) -> None:
+    with start(tmp_path / "straight", **tiers) as engine:
+        wanted = train(engine, 0, 2)
+        after_two = state(engine)
+        wanted += train(engine, 2, 5)
+    with start(tmp_path / "held", **tiers) as engine:
+        parameter = next(iter(engine.module.parameters()))
+        losses = train(engine, 0, 1)
+        event = hold_commit(engine, 2)
+        losses += train(engine, 1, 2)
+        with torch.no_grad():
+            assert engine(*batch(2)).item() == wanted[2]  # out of a generation that does not count yet
+        assert all(map(torch.equal, state(engine), after_two))
+        assert not in_time(lambda: engine.save_checkpoint(tmp_path / "c"), event)
+        event = hold_commit(engine, 3)
+        losses += train(engine, 2, 3)
+        values = get_full(parameter, "param")
+        assert values is not None
+        assert not in_time(lambda: set_full(parameter, "param", values), event)
+        event = hold_commit(engine, 4)
+        losses += train(engine, 3, 4)
+        assert not in_time(lambda: losses.extend(train(engine, 4, 5)), event)
+    assert losses == wanted
+
+
+@pytest.mark.parametrize("clip", [0, 1.0])
+def test_a_failure_is_told_by_the_next_call_and_the_step_before_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clip: float
+) -> None:
+    def refuse(*_: object) -> None:
+        raise FULL
+
+    with start(tmp_path / "straight", clip=clip) as engine:
+        wanted = train(engine, 0, 5)
+    engine = start(tmp_path / "full", clip=clip)
+    assert train(engine, 0, 2) == wanted[:2]
+    engine.save_checkpoint(tmp_path / "c")
+    store = engine.runtime.store
+    assert store is not None
+    store.settle()
+    with monkeypatch.context() as patched:
+        patched.setattr(store, "publish", refuse)
+        assert train(engine, 2, 3) == wanted[2:3]
+        assert (engine.global_steps, engine.metrics().step) == (3, 3)
+        with pytest.raises(StorageFault, match="No space left"):
+            store.settle()
+    with pytest.raises(StorageFault, match="No space left"):
+        engine(*batch(3))
+    for use in (lambda: engine(*batch(3)), engine.step, lambda: engine.save_checkpoint(tmp_path / "other")):
+        with pytest.raises(RuntimeError, match=r"could not be committed.*load a checkpoint to go on, or start again"):
+            use()
+    engine.load_checkpoint(tmp_path / "c")
+    assert train(engine, 2, 4) == wanted[2:4]
+    store.settle()
+    with monkeypatch.context() as patched:
+        patched.setattr(store, "publish", refuse)
+        assert train(engine, 4, 5) == wanted[4:]
+        with pytest.raises(StorageFault, match="No space left"):
+            engine.close()
+    with start(tmp_path / "full", clip=clip, resume=True) as engine:
+        assert engine.global_steps == 4
+        assert train(engine, 4, 5) == wanted[4:]
+
+
+def test_it_may_fail_under_the_next_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The update of the next step cannot begin then: its backward pass, or step(), says so."""
+    for clip in (0, 1.0):
+        engine = start(tmp_path / f"{clip}", clip=clip)
+        train(engine, 0, 1)
+        store = engine.runtime.store
+        assert store is not None
+        store.settle()
+        event = threading.Event()
+
+        def refuse(*_: object, event: threading.Event = event) -> None:
+            event.wait()
+            raise FULL
+
+        with monkeypatch.context() as patched:
+            patched.setattr(store, "publish", refuse)
+            train(engine, 1, 2)
+            loss = engine(*batch(2))
+            event.set()
+            with pytest.raises(StorageFault, match="No space left"):
+                update(engine, loss)
+        with pytest.raises((StorageFault, RuntimeError), match="No space left"):
+            engine(*batch(2))
+        engine.close()
+        with start(tmp_path / f"{clip}", clip=clip, resume=True) as engine:
+            assert engine.global_steps == 1
+            with GatheredParameters(engine.module):
+                assert all(parameter.isfinite().all() for parameter in engine.module.parameters())
