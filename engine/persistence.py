@@ -27,7 +27,7 @@ class EnginePersistence:
     runtime: ZeroRuntime
     global_steps: int
     load_report: LoadReport | None
-    sound: Soundness
+    soundness: Soundness
     _batches: Iterator[Any] | None
     _pending_save: PendingSave | None
 
@@ -50,7 +50,7 @@ class EnginePersistence:
         ``background``: return as soon as training may go on; ``wait_for_checkpoint`` tells when the folder is there. See
         lamina.engine.checkpoint.saving.save_checkpoint.
         """
-        self.sound.refuse("save_checkpoint", uncommitted=True)
+        self.soundness.refuse("save_checkpoint", uncommitted=True)
         self.wait_for_checkpoint()
         saved = save_checkpoint(
             self._engine,
@@ -91,8 +91,8 @@ class EnginePersistence:
 
         (None, {}) and a warning when no tag is given and the folder has no ``latest``. See lamina.engine.checkpoint.loading.
         """
-        self.sound.refuse_closed("load_checkpoint")
-        self.sound.tell_lost_commit(wait=True)
+        self.soundness.refuse_closed("load_checkpoint")
+        self.soundness.tell_lost_commit(wait=True)
         self.wait_for_checkpoint()
         found = load_checkpoint(
             self._engine,
@@ -104,7 +104,7 @@ class EnginePersistence:
             module_only=load_module_only,
         )
         if found[0] is not None:
-            self.sound.broken = ""
+            self.soundness.broken = ""
             self._batches = None
         return found
 
@@ -116,7 +116,7 @@ class EnginePersistence:
         max_shard_size: int | str = "5GB",
     ) -> str:
         """Whole weights as safetensors, for transformers and anybody else. Collective. See lamina.engine.export."""
-        self.sound.refuse("save_pretrained")
+        self.soundness.refuse("save_pretrained")
         return save_pretrained(self.module, self.runtime, save_dir, dtype=dtype, max_shard_size=max_shard_size)
 
     def save_16bit_model(self, save_dir: str | os.PathLike[str], save_filename: str | None = None) -> bool:
@@ -125,12 +125,12 @@ class EnginePersistence:
             raise ValueError(
                 f"save_filename is {save_filename!r}: weights are written as safetensors, name.safetensors"
             )
-        self.sound.refuse("save_16bit_model")
+        self.soundness.refuse("save_16bit_model")
         save_pretrained(self.module, self.runtime, save_dir, max_shard_size=2**63 - 1, filename=save_filename)
         return True
 
     def load_pretrained(self, load_dir: str | os.PathLike[str], *, strict: bool = True) -> LoadReport:
         """Take weights from safetensors, parameter by parameter; moments and counts stay. See lamina.engine.pretrained."""
-        self.sound.refuse("load_pretrained", uncommitted=True)
+        self.soundness.refuse("load_pretrained", uncommitted=True)
         self.load_report = load_pretrained(self.module, self.runtime, load_dir, strict=strict, step=self.global_steps)
         return self.load_report

@@ -75,7 +75,7 @@ class TrainingEngine(EnginePersistence, EngineFace):
         self._batches: Iterator[Any] | None = None
         self._pending_save: PendingSave | None = None
         self._applied = False
-        self.sound = Soundness(runtime, self._forget_window)
+        self.soundness = Soundness(runtime, self._forget_window)
         self._busy = False
         self._before_draw: dict[str, Any] | None = None
         if self.optimizer is not None and config.tiers.keep_state:
@@ -104,7 +104,7 @@ class TrainingEngine(EnginePersistence, EngineFace):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module on one micro-batch and return what it returns, unscaled."""
-        self.sound.refuse("forward")
+        self.soundness.refuse("forward")
         began = time.perf_counter()
         self._busy = self._busy or self.module.training
         if self.config.fp16.enabled and self.config.fp16.auto_cast:
@@ -141,7 +141,7 @@ class TrainingEngine(EnginePersistence, EngineFace):
         add up. Raises ValueError for a loss that is not a scalar or has no graph. After any error in it, ``zero_grad()``
         drops the window and training can go on.
         """
-        self.sound.refuse("backward")
+        self.soundness.refuse("backward")
         self._require_optimizer("backward")
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
@@ -175,7 +175,7 @@ class TrainingEngine(EnginePersistence, EngineFace):
         A gradient that is not finite skips the update (fp16, or bf16.check_grad_overflow): nothing changes but the loss
         scale. Raises LossScaleError at the least scale, RuntimeError for gradients whose loss was not scaled.
         """
-        self.sound.refuse("step")
+        self.soundness.refuse("step")
         optimizer = self._require_optimizer("step")
         self._take_own_backward()
         self._applied = False
@@ -217,7 +217,7 @@ class TrainingEngine(EnginePersistence, EngineFace):
             )
         except BaseException:
             self.window.forget()
-            self.sound.recover("a step")
+            self.soundness.recover("a step")
             raise
         self.runtime.finish_step(applied=not optimizer.outcome.skipped)
 
@@ -446,14 +446,14 @@ class TrainingEngine(EnginePersistence, EngineFace):
         """Wait for transfers under way and give back memory, files, locks and threads. The parameters are not usable
         afterwards. Harmless when repeated. Raises what went wrong with the last step's commit, or with a checkpoint saved in the
         background."""
-        if self.sound.closed:
+        if self.soundness.closed:
             return
-        self.sound.closed = True
+        self.soundness.closed = True
         atexit.unregister(self.close)
         if self._signals is not None:
             self._signals.restore()
         try:
-            self.sound.tell_lost_commit(wait=True)
+            self.soundness.tell_lost_commit(wait=True)
             self.wait_for_checkpoint()
         finally:
             self._monitors.close()
@@ -463,7 +463,7 @@ class TrainingEngine(EnginePersistence, EngineFace):
     def _stop(self, save_dir: str | os.PathLike[str] | None) -> None:
         """After a stop signal, between two micro-batches."""
         try:
-            if save_dir is not None and not self.sound.closed and not self.sound.broken:
+            if save_dir is not None and not self.soundness.closed and not self.soundness.broken:
                 if self._before_draw is not None and self.training_dataloader is not None:
                     self.training_dataloader.load_state_dict(self._before_draw)
                 self.save_checkpoint(save_dir)

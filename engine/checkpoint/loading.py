@@ -106,7 +106,7 @@ def load_checkpoint(
     except (KeyError, ValueError):
         raise  # found before anything was changed
     except BaseException:
-        engine.sound.recover("a load", frozen_too=True)
+        engine.soundness.recover("a load", frozen_too=True)
         raise
     _load_buffers(engine.module, buffers)
     if not module_only:
