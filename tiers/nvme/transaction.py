@@ -262,10 +262,10 @@ class Transaction:
         (the transaction stays open) and StorageFault when a disk failed (abort it; the generation before
         still counts).
 
-        background: return at once; writes under way and all that follows goes on in a thread, and the store is read as
-        after it. Its settle() waits for that, as does everything that needs the commit, and tells what went wrong; see
-        landing.py. An update in place is committed at once all the same: there is nothing else that could count meanwhile.
-        ``landed`` is called once it counts, in whichever thread that is.
+        background: return at once; writes under way and all that follows goes on in a thread, and the store is read as after it.
+        What meta holds must stay as it is until then. The store's settle() waits for the end, as does everything that needs the
+        commit, and tells what went wrong; see landing.py. An update in place is committed at once all the same: there is nothing
+        else that could count meanwhile. ``landed`` is called once it counts, in whichever thread that is.
         """
         remembered = dict(meta or {})
         with self._lock:
