@@ -480,15 +480,15 @@ class _Machine:
         totals, updater = self.totals, self.updater
         fetch = self.disk.read_s(totals.fetched_bytes) if self.disk is not None else 0.0
         up = self.up.read_s(totals.up_bytes) if self.up is not None else 0.0
-        read = write = hidden = 0.0
+        read = write = beside_read = beside_write = 0.0  # beside the update: ahead of it, and late
         gain = 1.0
         if self.disk is not None:
             read, write = self.disk.read_s(updater.read_bytes), self.disk.write_s(updater.written_bytes)
-            beside = self.disk.read_s(updater.ahead_bytes) + self.disk.write_s(updater.late_bytes)
-            hidden = min(beside, max(0.0, totals.compute_s - fetch))
+            beside_read, beside_write = self.disk.read_s(updater.ahead_bytes), self.disk.write_s(updater.late_bytes)
             gain = self.disk.mix_gain
-        late = max(updater.adam_s, mixed_seconds(read, write, gain) - hidden)
-        barrier = max(totals.compute_s, fetch, up) + late
+        rest = mixed_seconds(max(0.0, read - beside_read), max(0.0, write - beside_write), gain)
+        apart = max(totals.compute_s, fetch, up) + max(updater.adam_s, rest)
+        barrier = max(apart, mixed_seconds(fetch + read, write, gain))
         if not self.step.early:
             return barrier, barrier
         both = totals.compute_s + updater.adam_s
