@@ -327,6 +327,7 @@ class ZeroRuntime:
         in memory may have been updated and are to be read again, on all ranks or none."""
         ahead, self._may_be_ahead = self._may_be_ahead, False
         if self.collector is not None:
+            self.state.drop_gradients()
             self.collector.drop()
         return ahead
 

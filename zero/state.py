@@ -232,3 +232,11 @@ class ZeroState:
                     self._between_operations()
 
         return take
+
+    def drop_gradients(self) -> None:
+        """Forget what a backward pass that was cut has left in ``.grad``: the next one would add to it."""
+        with DisableTorchFunction():
+            for group in self.groups:
+                for segment in group.segments:
+                    for parameter in segment.parameters if segment.trainable else ():
+                        parameter.grad = None

@@ -157,6 +157,30 @@ def test_zero_grad_drops_the_window(where: str, tmp_path: Path) -> None:
         assert all(map(torch.equal, masters(engine), dropped))
 
 
+@pytest.mark.parametrize("by", ["zero_grad", "load_checkpoint"])
+def test_what_a_cut_backward_pass_left_in_grad_is_dropped(by: str, tmp_path: Path) -> None:
+    """A hook of the user's own, called before the engine takes the gradient over, raises (or Ctrl-C comes there)."""
+    cut = False
+
+    def stop(parameter: torch.Tensor) -> None:
+        if cut:
+            raise ValueError("the user's own hook")
+
+    model = build(**SMALL)
+    next(model.parameters()).register_post_accumulate_grad_hook(stop)
+    with initialize(model, config=settings(**on_nvme(tmp_path / "nvme")))[0] as engine, engine_for() as plain:
+        engine.save_checkpoint(str(tmp_path), tag="start")
+        cut = True
+        with pytest.raises(ValueError, match="own hook"):
+            engine.backward(engine(*batch(0)))
+        cut = False
+        engine.zero_grad() if by == "zero_grad" else engine.load_checkpoint(str(tmp_path), tag="start")
+        for each in (engine, plain):
+            each.backward(each(*batch(1)))
+            each.step()
+        assert all(map(torch.equal, masters(engine), masters(plain)))
+
+
 def test_train_batch_goes_on_in_an_open_window_and_wants_an_iterator() -> None:
     with engine_for(gradient_accumulation_steps=3) as engine:
         with pytest.raises(StopIteration):
