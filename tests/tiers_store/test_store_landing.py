@@ -184,3 +184,27 @@ def test_what_cannot_land_later_is_committed_at_once(open_store: Open) -> None:
         transaction.commit(4, background=True)
     assert store.current is not None
     assert store.current.step == 3
+
+
+@pytest.mark.parametrize("cut_after_start", [False, True])
+def test_ctrl_c_while_it_is_started_loses_nothing(
+    open_store: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cut_after_start: bool
+) -> None:
+    start, left = threading.Thread.start, [True]
+
+    def cut(thread: threading.Thread) -> None:
+        if thread.name == "lamina-commit" and left and left.pop():
+            if cut_after_start:
+                start(thread)
+            raise KeyboardInterrupt
+        start(thread)
+
+    store = open_store()
+    state = random_state()
+    monkeypatch.setattr(threading.Thread, "start", cut)
+    with pytest.raises(KeyboardInterrupt):
+        write_all(store, state, 1, background=True)
+    store.settle()
+    assert step_on_disk(tmp_path) == 1
+    assert read_all(store) == state
+    store.close()

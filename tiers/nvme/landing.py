@@ -18,18 +18,29 @@ class Landing:
     def __init__(self, work: Callable[[], None]) -> None:
         self.error: Exception | None = None
         self._work = work
-        # Not a daemon: an interpreter that ends waits for the commit.
-        self._thread = threading.Thread(target=self._run, name="lamina-commit")
+        self._lock = threading.Lock()
+        self._begun = threading.Event()
+        self._thread: threading.Thread | None = None  # the one that does it
 
     def start(self) -> None:
         """Begin."""
-        self._thread.start()
+        # Not a daemon: an interpreter that ends waits for the commit.
+        threading.Thread(target=self._run, name="lamina-commit").start()
 
     def wait(self) -> None:
-        """Return once it is over, however it ended."""
-        self._thread.join()
+        """Return once it is over, however it ended. Where Ctrl-C cut ``start`` it is begun here."""
+        if self._thread is None:
+            self.start()
+        self._begun.wait()
+        if self._thread is not None:
+            self._thread.join()
 
     def _run(self) -> None:
+        with self._lock:
+            if self._thread is not None:
+                return
+            self._thread = threading.current_thread()
+        self._begun.set()
         try:
             self._work()
         except Exception as error:  # noqa: BLE001 - the store tells whoever uses it next
