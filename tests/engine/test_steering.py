@@ -10,7 +10,7 @@ from residual_model import batch, residual_model
 from lamina.aio_native import DeviceStats, DirectionStats, IOStats
 from lamina.engine import TrainingEngine, initialize
 from lamina.engine.steering import Steering, disk_work
-from lamina.tiers import Choice, ComputeTimes
+from lamina.tiers import BandwidthModel, Choice, ComputeTimes, Curve, Link, PlacementQuestion
 from lamina.tiers.bandwidth import DISK
 
 WIDTH = 128
@@ -44,7 +44,14 @@ def at_rest(_: Steering, __: Choice) -> None:
 def test_much_compute_moves_memory_from_parameters_to_optimizer_states(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Compute that hides all fetches of parameters, and an update that the disk binds."""
+    """Compute that hides all fetches of parameters, and an update that the disk binds. What the disk was measured to do plays no
+    part: the first homes are those that budgets suggest, and the rates are given."""
+
+    def given(question: PlacementQuestion) -> Choice:
+        disk = Link(name=DISK, read=Curve.flat(2e9), write=Curve.flat(2e9))
+        return Choice.given(replace(question, links=BandwidthModel([disk])), question.place())
+
+    monkeypatch.setattr("lamina.zero.choosing.choose", given)
     monkeypatch.setattr(Steering, "_new_times", at_rest)
     with start(tmp_path / "stays") as engine:
         losses = train(engine, 8)
@@ -54,7 +61,7 @@ def test_much_compute_moves_memory_from_parameters_to_optimizer_states(
         if steering._steps != 3:
             return None
         link, question = choice.question.links.link(DISK), choice.question
-        passes_s = sum(link.read_s(s.full_bytes) for s in question.segments)
+        passes_s = 2 * sum(link.read_s(s.full_bytes) for s in question.segments)
         return ComputeTimes.proportional(
             question.segments, forward_s=passes_s, backward_s=passes_s, adam_elements_per_s=1e12
         )

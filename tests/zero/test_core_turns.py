@@ -88,17 +88,23 @@ def test_the_end_of_a_pass_lets_a_call_go(turns: CoreTurns) -> None:
     assert time.monotonic() - began < 8
 
 
-def test_a_training_thread_that_waits_runs_all_calls_that_come(turns: CoreTurns) -> None:
+def test_a_training_thread_that_waits_runs_all_calls_that_come() -> None:
+    state = threading.Condition()
+    turns = CoreTurns(state, patience_s=10)
     updates: list[UpdateThread] = []
+    over = threading.Event()
 
     def several() -> None:
         for _ in range(5):
             updates.append(UpdateThread(turns))
             updates[-1].join()
+        with state:
+            over.set()
+            state.notify_all()
 
     caller = threading.Thread(target=several)
     caller.start()
-    turns.wait_for(lambda: len(updates) == 5 and bool(updates[-1].ran_in))
+    turns.wait_for(over.is_set)
     caller.join()
     assert [ran for update in updates for ran in update.ran_in].count(threading.current_thread()) >= 4
 
