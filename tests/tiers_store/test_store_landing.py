@@ -1,7 +1,9 @@
 """A commit in the background: read as committed at once, waited for by what needs it, dropped whole when it fails."""
 
+import ctypes
 import errno
 import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -207,4 +209,20 @@ def test_ctrl_c_while_it_is_started_loses_nothing(
     store.settle()
     assert step_on_disk(tmp_path) == 1
     assert read_all(store) == state
+    store.close()
+
+
+def test_a_write_that_is_over_lets_go_of_its_bytes(open_store: Open, gate: GatedIO) -> None:
+    """Whoever holds the handle: the bytes are room that a fetch waits for."""
+    store = open_store(io=gate, shards=(*SHARDS, FROZEN))
+    write_all(store, random_state((*SHARDS, FROZEN)), 1)
+    (shard, plane), data = next(iter(random_state().items()))
+    block = (ctypes.c_char * len(data)).from_buffer_copy(data)
+    held = weakref.ref(block)
+    transaction = store.begin()
+    handle = transaction.write(shard, plane, memoryview(block).cast("B"))
+    assert handle.wait(10) == len(data)
+    del block
+    assert held() is None
+    transaction.abort()
     store.close()

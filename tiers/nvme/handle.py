@@ -137,7 +137,7 @@ class TransferHandle:
         except (OSError, RuntimeError) as final:
             self._error = final
         self._parts = ()
-        self._buffer = None
+        self._buffer = self._finish = self._rescue = None  # what they close over holds the bytes, too
 
 
 class HandleGroup:
