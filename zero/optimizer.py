@@ -193,7 +193,10 @@ class TieredAdam(PlainOptimizer):
         try:
             redone = self._update_all(multiplier)
         except BaseException:
-            self._end_window(commit=False, step=step)
+            try:
+                self._updater.settle()  # by Ctrl-C, say, it may be cut while updates still write into the generation
+            finally:
+                self._end_window(commit=False, step=step)
             raise
         updated = time.perf_counter()
         self._end_window(commit=True, step=step)

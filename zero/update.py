@@ -142,12 +142,20 @@ class Updater:
         with self._state:
             from_homes, self._from_homes = self._from_homes, []
             self.counters.late_bytes = sum(write.nbytes for write in self._writes if not write.done())
-        self._raise_error()
+        error = self._take_error()
+        if error is not None:
+            raise error
         for handle in from_homes:
             handle.wait()
 
     def drain(self) -> None:
         """Wait until every job is computed and written, well or not; raises the first error of any of them."""
+        error = self.settle()
+        if error is not None:
+            raise error
+
+    def settle(self) -> BaseException | None:
+        """The same with that error as a value: for who drops all of it."""
         with self._state:
             self._draining = True
         self._queue.put(_WAKE)
@@ -155,13 +163,12 @@ class Updater:
         with self._state:
             self._draining = False
             self._from_homes.clear()
-        self._raise_error()
+        return self._take_error()
 
-    def _raise_error(self) -> None:
+    def _take_error(self) -> BaseException | None:
         with self._state:
             error, self._error = self._error, None
-        if error is not None:
-            raise error
+        return error
 
     def read_ahead(self) -> None:
         """The next jobs will probably come in the order of those since this was last called: begin to read the first ones'

@@ -1,0 +1,64 @@
+"""Ctrl-C or an error in the middle of a call: training goes on, with zero_grad() or from a checkpoint."""
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small_model import batch, build, on_nvme, settings
+
+from lamina.engine import TrainingEngine, initialize
+from lamina.tiers import Transaction
+
+SMALL = {"width": 16, "hidden": 32, "blocks": 3}
+
+
+def start(folder: Path, *, clip: float = 0, **tiers: Any) -> TrainingEngine:
+    config = settings(gradient_clipping=clip, **on_nvme(folder, **tiers))
+    return initialize(build(**SMALL), config=config)[0]
+
+
+def train(engine: TrainingEngine, first: int, last: int) -> list[float]:
+    losses = []
+    for index in range(first, last):
+        loss = engine(*batch(index))
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def test_a_step_that_is_cut_while_its_update_writes_is_dropped_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with start(tmp_path / "state", clip=1.0) as engine:
+        train(engine, 0, 1)
+        engine.save_checkpoint(tmp_path / "c")
+        wanted = train(engine, 1, 3)
+        store, go_on = engine.runtime.store, threading.Event()
+        assert store is not None
+        begin = store.begin
+
+        def begin_late() -> Transaction:
+            transaction = begin()
+            write = transaction.write
+
+            def late(*args: Any, **options: Any) -> Any:
+                go_on.wait()
+                return write(*args, **options)
+
+            monkeypatch.setattr(transaction, "write", late)
+            return transaction
+
+        def cut() -> None:
+            threading.Timer(0.05, go_on.set).start()
+            raise KeyboardInterrupt
+
+        engine.backward(engine(*batch(3)))
+        with monkeypatch.context() as patched:
+            patched.setattr(store, "begin", begin_late)
+            patched.setattr(engine.runtime.updater, "finish", cut)
+            with pytest.raises(KeyboardInterrupt):
+                engine.step()
+        engine.load_checkpoint(tmp_path / "c")
+        assert train(engine, 1, 3) == wanted
