@@ -5,8 +5,10 @@ the engine call that meets it, or the next one, raises that error. The engine ha
 values; on NVMe the one before counts. So it does not go on by itself: a checkpoint is loaded, or a new process resumes.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
+from lamina.tiers import StoreError
 from lamina.zero import ZeroRuntime
 from lamina.zero.checkpoint_target import reread_homes
 
@@ -50,6 +52,15 @@ class Soundness:
             )
             self._drop_window()
         return failure
+
+    @contextmanager
+    def meeting_lost_commit(self) -> Iterator[None]:
+        """Around a pass, whose use of the store may meet the failure first: what raises there has told it."""
+        try:
+            yield
+        except StoreError:
+            self.lost_commit(wait=True)
+            raise
 
     def recover(self, what: str, *, frozen_too: bool = False) -> None:
         """After ``what`` was cut: on NVMe the old state still counts, and what memory caches of it is read again. State that

@@ -109,7 +109,7 @@ class TrainingEngine(EnginePersistence, EngineFace):
         self._busy = self._busy or self.module.training
         if self.config.fp16.enabled and self.config.fp16.auto_cast:
             args, kwargs = cast_floating(args, torch.float16), cast_floating(kwargs, torch.float16)
-        with self.runtime.forward_context():
+        with self.soundness.meeting_lost_commit(), self.runtime.forward_context():
             output = self.module(*args, **kwargs)
         if self.module.training:
             self._meter.forward_took(began)
@@ -150,6 +150,13 @@ class TrainingEngine(EnginePersistence, EngineFace):
             raise ValueError("the loss has no graph: was it computed under no_grad, or are all parameters frozen?")
         began = time.perf_counter()
         scaled = self.scale(loss, scale_wrt_gas=scale_wrt_gas)
+        with self.soundness.meeting_lost_commit():
+            self._run_backward(scaled, retain_graph=retain_graph)
+        self._meter.backward_took(began)
+        self._note_loss(loss)
+        return loss
+
+    def _run_backward(self, scaled: torch.Tensor, *, retain_graph: bool) -> None:
         self.runtime.begin_backward(last_of_window=self.window.is_last and not retain_graph, root=scaled)
         succeeded = False
         try:
@@ -161,9 +168,6 @@ class TrainingEngine(EnginePersistence, EngineFace):
             succeeded = True
         finally:
             self.runtime.end_backward(succeeded=succeeded)
-        self._meter.backward_took(began)
-        self._note_loss(loss)
-        return loss
 
     def step(self) -> None:
         """Close the micro-batch; at the accumulation boundary update, commit and step the schedule.

@@ -55,8 +55,8 @@ class StorageFault(StoreError):
 def fault(error: OSError, what: str) -> StorageFault:
     """The error for a disk that failed with nothing to take over."""
     return StorageFault(
-        f"{what} failed: {error}. The last committed generation is intact: abort this transaction, free space or give "
-        "another path in tiers.nvme, and go on from there",
+        f"{what} failed: {error}. The last committed generation is intact: free space or give another path in tiers.nvme, "
+        "and go on from it",
         errno=error.errno,
         path=str(getattr(error, "path", None) or error.filename or ""),
     )
