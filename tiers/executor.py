@@ -171,6 +171,12 @@ class Executor:
             raise RuntimeError(f"{self.sources[index].name} is released more often than it was used")
         seat.pins -= 1
 
+    def unpin_all(self) -> None:
+        """Nothing computes any more. A pass that was cut by Ctrl-C has left pins: torch then calls none of the hooks that take
+        them off."""
+        for seat in self._seats:
+            seat.pins = 0
+
     # -- the life of a step --------------------------------------------------------------------------------------
 
     def change(self, index: int) -> bool:
@@ -233,8 +239,7 @@ class Executor:
         return taken
 
     def close(self) -> None:
-        for seat in self._seats:
-            seat.pins = 0
+        self.unpin_all()
         self.invalidate()
 
     # -- mechanism ---------------------------------------------------------------------------------------------------

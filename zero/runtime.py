@@ -269,7 +269,11 @@ class ZeroRuntime:
                     f"have the coming step's values. Call step() first, or write tiers.overlap_update: false"
                 )
         with self.state.forward(), self.ahead.uses() if self._in_backward and self._may_be_ahead else nullcontext():
-            yield
+            try:
+                yield
+            except BaseException:
+                self.executor.unpin_all()
+                raise
 
     def begin_backward(self, *, last_of_window: bool, root: torch.Tensor | None = None) -> None:
         """``root``: what ``backward`` is going to be called on; without it updates do not start early."""
@@ -324,7 +328,8 @@ class ZeroRuntime:
 
     def drop_window(self) -> bool:
         """Forget the gradients of this window and every update that was started early: nothing has happened. True where homes
-        in memory may have been updated and are to be read again, on all ranks or none."""
+        in memory may have been updated and are to be read again, on all ranks or none. Not within a pass."""
+        self.executor.unpin_all()
         ahead, self._may_be_ahead = self._may_be_ahead, False
         if self.collector is not None:
             self.state.drop_gradients()

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from small_model import batch, build, on_nvme, settings
+from torch import nn
 
 from lamina.engine import TrainingEngine, initialize
 from lamina.tiers import Transaction
@@ -62,3 +63,26 @@ def test_a_step_that_is_cut_while_its_update_writes_is_dropped_whole(
                 engine.step()
         engine.load_checkpoint(tmp_path / "c")
         assert train(engine, 1, 3) == wanted
+
+
+def test_a_forward_pass_that_is_cut_keeps_nothing_in_use(tmp_path: Path) -> None:
+    def cut(_module: nn.Module, _args: Any) -> None:
+        raise KeyboardInterrupt
+
+    with start(tmp_path / "straight") as engine:
+        wanted = train(engine, 0, 3)
+    with start(tmp_path / "cut") as engine:
+        losses = train(engine, 0, 1)
+        engine.save_checkpoint(tmp_path / "c")
+        hook = engine.module.get_submodule("blocks.1.down").register_forward_pre_hook(cut)
+        with pytest.raises(KeyboardInterrupt):
+            engine(*batch(1))
+        hook.remove()
+        losses += train(engine, 1, 2)
+        engine.runtime.executor.pin(0)  # as where Ctrl-C comes between taking a pin and noting it
+        engine.zero_grad()
+        losses += train(engine, 2, 3)
+        engine.runtime.executor.pin(0)
+        engine.load_checkpoint(tmp_path / "c")
+        assert losses == wanted
+        assert train(engine, 1, 3) == wanted[1:]
