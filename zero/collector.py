@@ -50,6 +50,7 @@ class GradientCollector:
         self._waiting: list[Segment] = []
         self._may_run_again: set[int] = set()
         self._last_of_window = False
+        self._cut = False  # whether a backward pass of this window was
         self._outer_pass = NO_PASS
         if reducer is not None:
             reducer.before_sum = self._before_more
@@ -87,6 +88,7 @@ class GradientCollector:
         """The backward pass is over."""
         if not succeeded and self._reducer is not None:
             self._reducer.fail()
+        self._cut |= not succeeded
         self._waiting.clear()
         self._may_run_again.clear()
         self._last_of_window = False
@@ -105,11 +107,13 @@ class GradientCollector:
 
     def close_window(self) -> None:
         """Before the step: agree on which parameters have a gradient."""
+        self._cut = False
         if self._reducer is not None:
             self._reducer.agree_on_used()
 
     def drop(self) -> None:
         """Forget everything that was collected in this window."""
+        self._cut = False
         try:
             if self._reducer is not None:
                 self._reducer.drop()
@@ -125,6 +129,11 @@ class GradientCollector:
             return
         plane = self._gradients[segment]
         self._optimizer.settle()
+        if not plane.present and self._cut:
+            raise RuntimeError(
+                f"{segment.name} was updated under a backward pass that was cut short, and its gradient given up: call "
+                f"zero_grad() to drop the window"
+            )
         if not plane.present:
             raise RuntimeError(
                 f"{segment.name} got another gradient (a second loss, or a weight that is used again) after it was updated "

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from small_model import batch, build, on_nvme, settings
 from torch import nn
 
@@ -14,9 +15,9 @@ from lamina.tiers import Transaction
 SMALL = {"width": 16, "hidden": 32, "blocks": 3}
 
 
-def start(folder: Path, *, clip: float = 0, **tiers: Any) -> TrainingEngine:
+def start(folder: Path, *, model: nn.Module | None = None, clip: float = 0, **tiers: Any) -> TrainingEngine:
     config = settings(gradient_clipping=clip, **on_nvme(folder, **tiers))
-    return initialize(build(**SMALL), config=config)[0]
+    return initialize(model or build(**SMALL), config=config)[0]
 
 
 def train(engine: TrainingEngine, first: int, last: int) -> list[float]:
@@ -86,3 +87,28 @@ def test_a_forward_pass_that_is_cut_keeps_nothing_in_use(tmp_path: Path) -> None
         engine.load_checkpoint(tmp_path / "c")
         assert losses == wanted
         assert train(engine, 1, 3) == wanted[1:]
+
+
+def test_another_backward_pass_after_one_that_was_cut_says_what_to_do(tmp_path: Path) -> None:
+    def fail(_gradient: torch.Tensor) -> None:
+        raise ValueError("a hook of the user's")
+
+    def fail_at(_module: nn.Module, _args: Any, output: torch.Tensor) -> None:
+        output.register_hook(fail)
+
+    with start(tmp_path / "straight", model=build()) as engine:
+        wanted = train(engine, 0, 2)
+    with start(tmp_path / "cut", model=build(), host_bytes=3_000_000) as engine:
+        losses = train(engine, 0, 1)
+        hook = engine.module.get_submodule("embed").register_forward_hook(fail_at)
+        loss = engine(*batch(1))
+        hook.remove()
+        with pytest.raises(ValueError, match="a hook of the user's"):
+            engine.backward(loss)
+        loss = engine(*batch(1))
+        with pytest.raises(
+            RuntimeError, match=r"backward pass that was cut short.*call zero_grad\(\) to drop the window"
+        ):
+            engine.backward(loss)
+        engine.zero_grad()
+        assert losses + train(engine, 1, 2) == wanted
