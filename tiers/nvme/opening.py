@@ -170,8 +170,8 @@ class Opening:
         if manifest.updating is not None and not discard_torn:
             raise StoreError(
                 f"{where}: the in-place update of generation {manifest.updating} was cut (generations: 1), "
-                "so the state is a mixture of two steps. Restore from a checkpoint, or open with "
-                "discard_torn=True to start anew"
+                "so the state is a mixture of two steps. Start anew with resume=False (discard_torn=True of a store's open()) "
+                "and load a checkpoint"
             )
 
     def _clean(self, pool: SlotPool) -> None:
