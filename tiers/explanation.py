@@ -61,11 +61,12 @@ class Explanation:
             for name, share in self.slack.items()
             if name != self.binding
         )
+        idle = f"; {idle}" if idle else ""
         binding, rest = LINK_WORDS.get(self.binding, self.binding), self.slack[self.binding]
         if rest > LATENCY_BOUND:
-            lines.append(f"no link binds, the time of single transfers does: {binding} is idle {rest:.0%}; {idle}")
+            lines.append(f"no link binds, the time of single transfers does: {binding} is idle {rest:.0%}{idle}")
         else:
-            lines.append(f"{binding} binds (idle {rest:.0%}); {idle}")
+            lines.append(f"{binding} binds (idle {rest:.0%}){idle}")
         lines += [*self.reasons]
         lines += [
             f"with {item.change}: {item.step_s:.3f} s per step, {item.speedup:.2f} times as much trained per second"

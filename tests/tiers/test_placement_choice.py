@@ -168,6 +168,7 @@ def test_a_step_of_nothing_but_latencies_is_not_said_to_be_bound_by_a_link() -> 
     asked = question([MIB] * 6, device=4 * MIB, host=30 * MIB, passes_s=0.001, overlap=False)
     said = replace(explain(choose(asked)), slack={DISK: 0.97, "compute": 1.0})
     assert "no link binds, the time of single transfers does: the disk is idle 97%; compute is idle 100%" in str(said)
+    assert "the disk binds (idle 1%)\n" in str(replace(said, slack={DISK: 0.01}))
 
 
 def test_what_one_more_disk_more_memory_or_a_larger_batch_would_give_is_what_a_simulation_with_it_gives() -> None:
