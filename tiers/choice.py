@@ -1,7 +1,8 @@
 """The placement whose simulated step is shortest. Pure.
 
-Several orders in which memory can be given out are placed and simulated; the best is then bettered by serving single claims
-first or last, as long as that helps.
+Several orders in which memory can be given out are placed and simulated. Of few segments, all assignments of homes that may be
+better are, too, and the best divided in other ways; of many, the best is bettered by serving single claims first or last, as
+long as that helps.
 """
 
 import itertools
@@ -28,6 +29,9 @@ WORTH_IT = 0.005
 WORTH_SEEKING = 0.03
 """Of all assignments, those are looked at that may be this much faster than the best; MAX_ASSIGNMENTS at most."""
 MAX_ASSIGNMENTS = 40
+FEW_DIVIDED = 3
+"""States of which all are divided at a time."""
+QUARTERS = (0.0, 0.25, 0.5, 0.75)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,10 +142,39 @@ class _Search:
                 for slow_first in (False, True)
             ]
             self.look_at((USUAL, placement) for placement in ways)
+        self.look_at((USUAL, placement) for placement in self._divided_otherwise())
+
+    def _divided_otherwise(self) -> Iterator[Placement]:
+        """The best, but with several states divided: all but one keep quarters in memory, that one what is left of it. Smaller
+        turns then take place beside what is computed of states in memory."""
+        question, homes = self._question, dict(self._best.placement.homes)
+        wishes, chunk = question.wishes, question.wishes.chunk_numel
+        memory_and_nvme = len(wishes.state_tiers) > 1 and wishes.state_tiers[-1] is Tier.NVME
+        free = [s for s in question.segments if s.trained and homes[s.name].param is not Tier.NVME]
+        free = [s for s in free if s.name not in question.fixed and not wishes.state_shares]
+        if not (wishes.divide_state and memory_and_nvme and 1 < len(free) <= FEW_DIVIDED):
+            return
+        memory = {s.name: _memory_of(homes[s.name], wishes.state_tiers[-2]) for s in free}
+        for filled in free:
+            others = [s for s in free if s is not filled]
+            for parts in itertools.product(QUARTERS, repeat=len(others)):
+                changed = {filled.name: replace(homes[filled.name], state=Tier.NVME, kept=0)}
+                for s, part in zip(others, parts, strict=True):
+                    kept = int(part * s.shard_numel) // chunk * chunk
+                    changed[s.name] = replace(homes[s.name], state=Tier.NVME, kept=kept, kept_on=memory[s.name])
+                if question.placer.holds(homes | changed):
+                    yield question.placer.place_at(homes | changed, divide=[question.segments.index(filled)])
 
     def outcome(self) -> Choice:
         """The best of all."""
         return replace(self._best, other_s=min(self._others, default=None))
+
+
+def _memory_of(home: Home, otherwise: Tier) -> Tier:
+    """Where a state is in memory, or may be where it is not."""
+    if home.state is not Tier.NVME:
+        return home.state
+    return home.kept_on if home.kept else otherwise
 
 
 def _starts(question: PlacementQuestion) -> Iterator[Order]:

@@ -1,7 +1,7 @@
 """Every assignment of homes to a few segments that may be better than what is known already. Pure.
 
 Segment by segment, homes are given up as soon as those of the segments so far take more memory than there is, or more time than
-is wanted even if all others took none.
+is wanted even if all others took none. The largest come first: no other may take a tier's memory from them.
 """
 
 from collections.abc import Iterator
@@ -40,7 +40,8 @@ class Enumeration:
     def __init__(self, question: PlacementQuestion, wanted_s: float, *, spared: Tier) -> None:
         self._question = question
         self._wanted_s = wanted_s
-        self._options = _options(question, spared)
+        self._segments = sorted(question.segments, key=lambda s: -s.home_bytes)
+        self._options = _options(question, self._segments, spared)
         self._nodes = 0
         self._kinds: set[tuple[Kind, ...]] = set()
         budgets, wishes = question.budgets, question.wishes
@@ -59,7 +60,7 @@ class Enumeration:
     ) -> Iterator[tuple[float, dict[str, Home]]]:
         if len(chosen) == len(self._options):
             kinds = tuple(option.kind for option in chosen)
-            homes = {s.name: option.home for s, option in zip(self._question.segments, chosen, strict=True)}
+            homes = {s.name: option.home for s, option in zip(self._segments, chosen, strict=True)}
             if kinds not in self._kinds and self._question.placer.holds(homes):
                 self._kinds.add(kinds)
                 yield least_s, homes
@@ -96,17 +97,17 @@ class Enumeration:
         return self._bound.seconds(least)
 
 
-def _options(question: PlacementQuestion, spared: Tier) -> list[list[_Option]]:
+def _options(question: PlacementQuestion, segments: list[SegmentSize], spared: Tier) -> list[list[_Option]]:
     """Of each segment, those first that leave least to do; of these, those whose parameters spare a tier."""
-    found: list[list[_Option]] = [[] for _ in question.segments]
+    found: list[list[_Option]] = [[] for _ in segments]
     slowest = question.placer.slowest()
-    everywhere = {home: None for s in question.segments for home in _homes(question, s, slowest[s.name])}
+    everywhere = {home: None for s in segments for home in _homes(question, s, slowest[s.name])}
     for home in everywhere:
         at = {
             s.name: home if home in _homes(question, s, slowest[s.name]) else slowest[s.name] for s in question.segments
         }
         updates = question.step(question.placer.place_at(at)).updates
-        for s, options in zip(question.segments, found, strict=True):
+        for s, options in zip(segments, found, strict=True):
             if at[s.name] == home:
                 needs = segment_needs(s, home, question.wishes)
                 load = load_of_updates(tuple(update for update in updates if update.name == s.name))

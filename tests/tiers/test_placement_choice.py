@@ -1,6 +1,7 @@
 """The chosen placement against every placement there is, on cases small enough to try them all."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -60,6 +61,8 @@ LARGER_CASES = [
     ([MIB] * 4, 4 * MIB, 40 * MIB, 0.005, True),
     ([MIB] * 4, 8 * MIB, 28 * MIB, 0.5, False),
 ]
+SLOW = [pytest.mark.slow, pytest.mark.timeout(400)]
+"""Up to 100 s each on one core, nearly all of it for trying every placement."""
 
 
 @pytest.mark.parametrize(
@@ -83,12 +86,13 @@ def test_the_choice_is_within_five_percent_of_the_best_placement_there_is(
     ("seeds", "most"),
     [
         (range(24), 3),
-        pytest.param(range(1000, 1200), 3, marks=pytest.mark.slow),
-        pytest.param(range(2000, 2120), 4, marks=pytest.mark.slow),
-        pytest.param(range(3000, 3120), 6, marks=pytest.mark.slow),
+        ([2070, 2100], 4),  # the largest alone fits on the device; three states divided
+        pytest.param(range(1000, 1200), 3, marks=SLOW),
+        pytest.param(range(2040, 2120), 4, marks=SLOW),
+        pytest.param(range(3000, 3006), 6, marks=SLOW),
     ],
 )
-def test_of_unlike_segments_too_the_choice_is_within_five_percent_of_the_best(seeds: range, most: int) -> None:
+def test_of_unlike_segments_too_the_choice_is_within_five_percent_of_the_best(seeds: Sequence[int], most: int) -> None:
     ratios: dict[int, float] = {}
     for seed in seeds:
         asked = draw_question(seed, most=most)
