@@ -2,6 +2,7 @@
 
 import ctypes
 import errno
+import signal
 import threading
 import weakref
 from collections.abc import Callable
@@ -209,6 +210,24 @@ def test_ctrl_c_while_it_is_started_loses_nothing(
     store.settle()
     assert step_on_disk(tmp_path) == 1
     assert read_all(store) == state
+    store.close()
+
+
+def test_ctrl_c_while_it_is_waited_for_does_not_end_later_waits_early(open_store: Open, gate: GatedIO) -> None:
+    store = open_store(io=gate)
+    write_all(store, random_state(), 1)
+    new = random_state()
+    land(store, gate, new, 2)
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.02)
+        with pytest.raises(KeyboardInterrupt):
+            store.settle()
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    threading.Timer(0.02, gate.open_gate).start()
+    store.begin().abort()
+    assert read_all(store) == new
     store.close()
 
 

@@ -19,7 +19,7 @@ class Landing:
         self.error: Exception | None = None
         self._work = work
         self._lock = threading.Lock()
-        self._begun = threading.Event()
+        self._over = threading.Event()  # a join that Ctrl-C has cut takes the thread for ended ever after
         self._thread: threading.Thread | None = None  # the one that does it
 
     def start(self) -> None:
@@ -31,20 +31,19 @@ class Landing:
         """Return once it is over, however it ended. Where Ctrl-C cut ``start`` it is begun here."""
         if self._thread is None:
             self.start()
-        self._begun.wait()
-        if self._thread is not None:
-            self._thread.join()
+        self._over.wait()
 
     def _run(self) -> None:
         with self._lock:
             if self._thread is not None:
                 return
             self._thread = threading.current_thread()
-        self._begun.set()
         try:
             self._work()
         except Exception as error:  # noqa: BLE001 - the store tells whoever uses it next
             self.error = error
+        finally:
+            self._over.set()
 
 
 class LateTransfer(TransferHandle):
