@@ -5,6 +5,12 @@ import signal
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
+
+# The same examples in every run, and none is timed: neither luck nor how busy the machine is decides. For other examples:
+# --hypothesis-profile=default.
+settings.register_profile("hermetic", deadline=None, derandomize=True)
+settings.load_profile("hermetic")
 
 ONE_THREAD = ("engine", "zero", "zero_models")
 """Folders of tests that train small matrices: more threads only make them slower, and results must not depend on it anyway."""

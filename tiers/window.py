@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from itertools import groupby
+from math import lcm
 
 from .freelist import FreeList
 from .plan import Verb
@@ -46,13 +47,19 @@ def window_peak(
 
 def shortened(order: Sequence[int], sizes: Sequence[int], capacity_bytes: int, *, lookahead: int) -> list[int]:
     """The same uses without the middle of long rows of equal groups, of which a window of so many bytes never holds both ends:
-    what it comes to hold is the same."""
+    what it comes to hold is the same.
+
+    A window that has room for k of a row holds the same ones again, moved on, after k uses, or one more or fewer where a group of
+    another size lies beside them. So what is left out is a multiple of all three: else the row would end at another point."""
     uses = Counter(order)
     rows = groupby(dict.fromkeys(order), key=lambda group: (sizes[group], uses[group]))
     left_out: set[int] = set()
     for (size, _), row in rows:
-        groups, ends = list(row), capacity_bytes // max(size, 1) + lookahead + 2
-        left_out.update(groups[ends : max(len(groups) - ends, ends)])
+        groups, room = list(row), capacity_bytes // max(size, 1)
+        ends = room + lookahead + 2
+        middle = max(len(groups) - 2 * ends, 0)
+        middle -= middle % lcm(max(room - 1, 1), max(room, 1), room + 1)
+        left_out.update(groups[ends : ends + middle])
     return [group for group in order if group not in left_out]
 
 

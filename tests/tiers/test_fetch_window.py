@@ -1,10 +1,11 @@
 """The window of fetched groups on paper against the executor itself, and that its blocks lie side by side."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from lamina.aio_native import Priority
@@ -90,8 +91,9 @@ def test_the_peak_on_paper_is_that_of_the_executor(case: tuple[list[int], list[i
     assert max(pages) <= on_paper <= capacity
 
 
+@example(row=55, size=6, others=[9, 7], capacity=20, lookahead=4)  # leaving out any number ended elsewhere
 @given(
-    row=st.integers(1, 60),
+    row=st.integers(1, 90),
     size=st.integers(4, 9),
     others=st.lists(st.integers(1, 20), min_size=2, max_size=2),
     capacity=st.integers(20, 60),
@@ -104,7 +106,9 @@ def test_a_long_row_of_equal_groups_comes_to_the_same_as_a_short_one(
     order = [*range(row + 2), 0, *reversed(range(1, row + 2))]
     carried = frozenset(range(len(sizes)))
     short = shortened(order, sizes, capacity, lookahead=lookahead)
-    assert len(short) <= 4 * (capacity // size + lookahead + 2) + 5
+    room = capacity // size
+    left = 2 * (room + lookahead + 2) + math.lcm(max(room - 1, 1), room, room + 1)
+    assert len(short) <= 2 * left + 5
     peaks = [window_peak(sizes, uses, capacity, lookahead=lookahead, carried=carried) for uses in (order, short)]
     assert peaks[0] == peaks[1]
 
