@@ -20,9 +20,6 @@ from .shares import divided, share_params, share_states
 from .tier import Tier
 
 EVERYTHING_FITS = "everything fits on the fastest tiers allowed"
-ALL_IN_MEMORY = (
-    "everything is kept in memory: update buffers would need more host memory than is left, raise tiers.host_bytes"
-)
 
 
 class Placer:
@@ -135,22 +132,16 @@ class Placer:
         return sub_group, self._staging_bytes(sub_group)
 
     def _settle(self) -> Placement | None:
-        """Everything up at once needs neither window nor update buffers: tried before going one by one. Where everything down
-        does not fit, update buffers may be what is too large: everything is kept in memory. Where not even that fits, gradients
-        go to a scratch file, and host memory that is left holds gradients: a byte of them is written and read, too."""
+        """Everything up at once needs neither window nor update buffers: tried before going one by one. Where not even everything
+        down fits, gradients go to a scratch file, and host memory that is left holds gradients: a byte of them is written and
+        read, too."""
         for param in self.wishes.param_tiers:
-            everything = self._moved(
-                self._slow.copy(), self._all_at(self._slow.homes, param, self.wishes.state_tiers[0])
-            )
+            everything = self._moved(self._slow.copy(), self._fastest(self._slow.homes, param))
             if self._fits(everything, everything.num_fetched):
                 shared = self.wishes.param_shares or self.wishes.state_shares
                 return self._placement(everything, [] if shared else [EVERYTHING_FITS])
         if self._fits(self._slow, 1):
             return None
-        in_memory = self._in_memory(self.budgets.device_bytes)
-        if self._fits(in_memory, 1):
-            without_buffers = self._slow.updates_stream() and not in_memory.updates_stream()
-            return self._placement(in_memory, [ALL_IN_MEMORY] if without_buffers else [])
         needs = self._slow
         if any(Tier.NVME in (home.param, home.state) for home in needs.homes.values()):
             needs = self._needs(spill=True)
@@ -176,11 +167,12 @@ class Placer:
             homes = share_states(self.segments, homes, wishes.state_shares)
         return homes | dict(self.fixed)
 
-    def _all_at(self, homes: Mapping[str, Home], param: Tier, state: Tier) -> dict[str, Home]:
-        """Everything that is free to go there on these tiers."""
+    def _fastest(self, homes: Mapping[str, Home], param: Tier) -> dict[str, Home]:
+        """Everything on the fastest tier of its kind, the parameters on this one."""
         moved = {s.name: self._param_at(s, homes[s.name], param) for s in self.segments}
         if self.wishes.state_shares:
             return moved
+        state = self.wishes.state_tiers[0]
         return {name: home if name in self.fixed else replace(home, state=state) for name, home in moved.items()}
 
     def _param_at(self, s: SegmentSize, home: Home, tier: Tier) -> Home:
@@ -198,15 +190,6 @@ class Placer:
                 return moved
         return None
 
-    def _in_memory(self, device: int | None) -> Needs:
-        """What is allowed there on host, but for what so many bytes of the device tier hold, parameters first: whether or
-        not host memory holds it."""
-        param, state = _slowest_memory(self.wishes.param_tiers), _slowest_memory(self.wishes.state_tiers)
-        needs = self._moved(self._slow.copy(), self._all_at(self._slow.homes, param, state))
-        for claim in self._usual():
-            self._serve(needs, claim, 1, lambda: device is None or needs.device_bytes(1) <= device)
-        return needs
-
     def _moved(self, needs: Needs, homes: Mapping[str, Home]) -> Needs:
         for s in self.segments:
             if needs.homes[s.name] != homes[s.name]:
@@ -219,16 +202,15 @@ class Placer:
         for state in (False, True):
             yield from (Claim(index, state) for index in range(len(self.segments)))
 
-    def _serve(self, needs: Needs, claim: Claim, window: int, fits: Callable[[], bool] | None = None) -> None:
-        """Move what is claimed to the fastest tier where the budgets still hold; or where ``fits`` says so."""
+    def _serve(self, needs: Needs, claim: Claim, window: int) -> None:
+        """Move what is claimed to the fastest tier where the budgets still hold."""
         s = self.segments[claim.segment]
-        fits = fits or (lambda: self._fits(needs, window))
         if not claim.state:
             tiers = _from(self.wishes.param_tiers, claim.tier)
-            self._raise(needs, s, tiers, lambda home, tier: self._param_at(s, home, tier), fits)
+            self._raise(needs, s, window, tiers, lambda home, tier: self._param_at(s, home, tier))
         elif self._state_is_free(needs, s):
             tiers = _from(self.wishes.state_tiers, claim.tier)
-            self._raise(needs, s, tiers, lambda home, tier: replace(home, state=tier), fits)
+            self._raise(needs, s, window, tiers, lambda home, tier: replace(home, state=tier))
 
     def _state_is_free(self, needs: Needs, s: SegmentSize) -> bool:
         """Whether a segment's state may come into memory: its parameters must be there."""
@@ -236,21 +218,16 @@ class Placer:
         return s.trained and needs.homes[s.name].param is not Tier.NVME and not bound
 
     def _raise(
-        self,
-        needs: Needs,
-        s: SegmentSize,
-        tiers: Sequence[Tier],
-        move: Callable[[Home, Tier], Home],
-        fits: Callable[[], bool],
+        self, needs: Needs, s: SegmentSize, window: int, tiers: Sequence[Tier], move: Callable[[Home, Tier], Home]
     ) -> None:
-        """Move one segment to the fastest of ``tiers`` where everything still fits."""
+        """Move one segment to the fastest of ``tiers`` where the budgets still hold."""
         for tier in tiers[:-1]:
             before = needs.homes[s.name]
             moved = move(before, tier)
             if moved == before:
                 break
             needs.move(s, moved)
-            if fits():
+            if self._fits(needs, window):
                 break
             needs.move(s, before)
 
@@ -278,33 +255,25 @@ class Placer:
 
     def _refusal(self, needs: Needs) -> str:
         """The sum that does not fit, and the least that would."""
-        totals = (needs.device_items(1), needs.host_items(self.staging))
-        budgets = [self.budgets.device_bytes, self.budgets.host_bytes]
+        least = self._staging_bytes(min(self.wishes.chunk_numel, _multiple(self._largest_shard(), 32)))
+        device, host = needs.device_items(1), needs.host_items(self.staging)
+        ways = [(needs.device_bytes(1), needs.host_bytes(least))]
+        for param in self.wishes.param_tiers:
+            everything = self._moved(needs.copy(), self._fastest(needs.homes, param))
+            ways.append((everything.device_bytes(everything.num_fetched), everything.host_bytes(least)))
+        budgets = (self.budgets.device_bytes, self.budgets.host_bytes)
         lines = []
-        for index, (tier, items) in enumerate(zip((Tier.DEVICE, Tier.HOST), totals, strict=True)):
+        for index, (tier, items) in enumerate(((Tier.DEVICE, device), (Tier.HOST, host))):
             total, budget, other = sum(items.values()), budgets[index], budgets[1 - index]
             if budget is None or total <= budget:
                 continue
-            slow, *ways = self._ways(needs, budgets[0])
-            enough = min([slow[index], *(way[index] for way in ways if other is None or way[1 - index] <= other)])
+            enough = min(way[index] for way in ways if way is ways[0] or other is None or way[1 - index] <= other)
             parts = " + ".join(f"{name} {size:,}" for name, size in items.items())
             lines.append(
                 f"tiers.{tier}_bytes is {budget:,}, but at least {enough:,} are needed even with "
                 f"{self._said_where()}: {parts} = {total:,}. Write {enough:,} or more"
             )
-            budgets[index] = enough
         return "\n".join(lines)
-
-    def _ways(self, slow: Needs, device: int | None) -> Iterator[tuple[int, int]]:
-        """Bytes of device and host memory with everything on the slowest tiers, at once on the fastest, and in memory."""
-        least = self._staging_bytes(min(self.wishes.chunk_numel, _multiple(self._largest_shard(), 32)))
-        yield slow.device_bytes(1), slow.host_bytes(least)
-        for param in self.wishes.param_tiers:
-            homes = self._all_at(self._slow.homes, param, self.wishes.state_tiers[0])
-            everything = self._moved(self._slow.copy(), homes)
-            yield everything.device_bytes(everything.num_fetched), everything.host_bytes(least)
-        in_memory = self._in_memory(device)
-        yield in_memory.device_bytes(1), in_memory.host_bytes(least)
 
     def _said_where(self) -> str:
         wishes = self.wishes
@@ -314,11 +283,6 @@ class Placer:
 
     def _largest_shard(self) -> int:
         return max((s.shard_numel for s in self.segments if s.trained), default=0)
-
-
-def _slowest_memory(tiers: Sequence[Tier]) -> Tier:
-    """The slowest of these tiers that is memory; the slowest of all where none is."""
-    return ([tier for tier in tiers if tier is not Tier.NVME] or tiers)[-1]
 
 
 def _from(tiers: Sequence[Tier], first: Tier | None) -> Sequence[Tier]:
