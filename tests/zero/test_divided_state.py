@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
 from small_model import batch, build, differences, settings, train_with_engine, train_with_torch
 
 from lamina.engine import TrainingEngine, initialize
-from lamina.tiers import StoreError, Tier
+from lamina.tiers import Choice, StoreError, Tier
 from lamina.tiers.gpu import Accelerator
 from lamina.zero import get_full, get_local, set_full, set_local
 
@@ -215,23 +215,21 @@ def test_the_share_is_met_and_the_budgets_that_it_needs_are_enough_and_all_that_
     assert losses == in_memory[0]
 
 
-def test_auto_fills_the_host_budget_to_within_a_chunk(tmp_path: Path) -> None:
+def test_auto_fills_the_host_budget_to_within_a_chunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the usual order, whatever the disk was measured to do: others divide one segment on each tier of memory, or more."""
+    monkeypatch.setattr("lamina.zero.choosing.choose", lambda question: Choice.given(question, question.place()))
     wide = {"width": 512, "hidden": 2048, "blocks": 3}
     budget = 64 << 20
     config = settings(
         gradient_clipping=1.0, tiers={"nvme": [str(tmp_path)], "device_bytes": "26MiB", "host_bytes": budget}
     )
     with initialize(build(**wide), config=config)[0] as engine:
+        (segment,) = divided(engine)
         runtime = engine.runtime
         chunk = runtime.options.wishes.chunk_numel
+        assert segment.kept % chunk == 0
         assert budget - chunk * 8 - 3 * 4096 < runtime.placement.host_bytes <= budget
-        tiers = []
-        for segment in divided(engine):
-            assert segment.kept % chunk == 0
-            tiers.append(runtime.placement.homes[segment.name].kept_on)
-            share = f"{segment.kept / segment.layout.shard_numel:.0%} of it, which is on {tiers[-1]}"
-            assert f"but for {share}" in str(engine.plan)
-        assert len(set(tiers)) == len(tiers) > 0, "no more than one on each tier of memory"
+        assert f"but for {segment.kept / segment.layout.shard_numel:.0%} of it, which is on host" in str(engine.plan)
         losses = steps(engine, 0, 2)
         assert runtime.host.peak <= budget
     assert losses == train_with_engine(settings(gradient_clipping=1.0), steps=2, **wide)[0]
