@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lamina.engine import initialize
+from lamina.engine import TrainingEngine, initialize
 from lamina.zero import get_full
 
 
@@ -51,6 +51,17 @@ def batch(index: int, vocab: int = 256) -> tuple[torch.Tensor, torch.Tensor]:
 def build(**options: Any) -> SmallModel:
     torch.manual_seed(0)
     return SmallModel(**options)
+
+
+def train_steps(engine: TrainingEngine, first: int, last: int) -> list[float]:
+    """Losses of the steps from ``first`` to before ``last``, one micro-batch each."""
+    losses = []
+    for index in range(first, last):
+        loss = engine(*batch(index))
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
 
 
 Outcome = tuple[list[float], list[torch.Tensor]]

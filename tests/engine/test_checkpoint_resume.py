@@ -7,7 +7,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from small_model import batch, build, differences, on_nvme, settings
+from small_model import build, differences, on_nvme, settings, train_steps
 
 from lamina.engine import initialize
 from lamina.tiers.gpu import Accelerator
@@ -28,16 +28,6 @@ def config_for(placement: str, path: Path, **changes: Any) -> dict[str, Any]:
     return settings(**changes, **on_nvme(path, **PLACEMENTS[placement]))
 
 
-def steps(engine: Any, first: int, last: int) -> list[float]:
-    losses = []
-    for index in range(first, last):
-        loss = engine(*batch(index))
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    return losses
-
-
 def state_of(engine: Any) -> list[torch.Tensor]:
     found = []
     for parameter in engine.module.parameters():
@@ -48,7 +38,7 @@ def state_of(engine: Any) -> list[torch.Tensor]:
 def straight(config: dict[str, Any], count: int) -> tuple[list[float], list[torch.Tensor]]:
     engine, _, _, _ = initialize(build(**SMALL), config=config)
     with engine:
-        return steps(engine, 0, count), state_of(engine)
+        return train_steps(engine, 0, count), state_of(engine)
 
 
 def resumed(
@@ -56,7 +46,7 @@ def resumed(
 ) -> tuple[list[float], list[torch.Tensor], Any]:
     engine, _, _, _ = initialize(build(**SMALL), config=before)
     with engine:
-        losses = steps(engine, 0, at)
+        losses = train_steps(engine, 0, at)
         engine.save_checkpoint(folder)
     torch.manual_seed(99)
     other = build(**SMALL)
@@ -68,7 +58,7 @@ def resumed(
         path, client = engine.load_checkpoint(folder)
         assert path is not None
         assert client == {}
-        losses += steps(engine, at, count)
+        losses += train_steps(engine, at, count)
         return losses, state_of(engine), engine.load_report
 
 
@@ -133,7 +123,7 @@ def test_d02_an_open_window_is_carried_over(placement: str, precision: str, tmp_
 def test_random_states_go_on(tmp_path: Path) -> None:
     engine, _, _, _ = initialize(build(**SMALL), config=settings())
     with engine:
-        steps(engine, 0, 1)
+        train_steps(engine, 0, 1)
         torch.manual_seed(5)
         random.seed(6)
         numpy.random.seed(7)
@@ -146,11 +136,11 @@ def test_random_states_go_on(tmp_path: Path) -> None:
 
 def test_weights_only_leaves_optimizer_counts_and_schedule_alone(tmp_path: Path) -> None:
     with initialize(build(**SMALL), config=settings())[0] as engine:
-        steps(engine, 0, 3)
+        train_steps(engine, 0, 3)
         engine.save_checkpoint(tmp_path)
         masters = [get_full(parameter, "master") for parameter in engine.module.parameters()]
     with initialize(build(**SMALL), config=config_for("nvme", tmp_path / "n"))[0] as engine:
-        steps(engine, 5, 7)
+        train_steps(engine, 5, 7)
         moments = [get_full(parameter, "exp_avg") for parameter in engine.module.parameters()]
         engine.load_checkpoint(tmp_path, load_module_only=True)
         assert engine.global_steps == 2
@@ -161,7 +151,7 @@ def test_weights_only_leaves_optimizer_counts_and_schedule_alone(tmp_path: Path)
 
 def test_strict_names_parameters_that_are_only_here_or_there(tmp_path: Path) -> None:
     with initialize(build(**SMALL), config=settings())[0] as engine:
-        steps(engine, 0, 1)
+        train_steps(engine, 0, 1)
         engine.save_checkpoint(tmp_path)
         embedding = get_full(engine.module.embed.weight, "master")
     untied = {**SMALL, "tied": False}
@@ -199,7 +189,7 @@ def test_with_device_memory_apart_from_the_hosts(
         common["fp16"]["initial_scale_power"] = 10
     reference = straight(config_for("memory", tmp_path / "n", **common), 6)
     with initialize(build(**SMALL), config=config_for(placement, tmp_path / "x", **common))[0] as engine:
-        losses = steps(engine, 0, 2)
+        losses = train_steps(engine, 0, 2)
         engine.save_checkpoint(tmp_path / "c")
     with monkeypatch.context() as patched:
         patched.setattr("lamina.engine.zero_options._accelerator", lambda: Accelerator(torch.device("cpu")))
@@ -207,11 +197,11 @@ def test_with_device_memory_apart_from_the_hosts(
             with initialize(build(**SMALL), config=config_for(placement, tmp_path / "y", **common))[0] as engine:
                 assert engine.runtime.options.accelerator is not None
                 engine.load_checkpoint(tmp_path / "c")
-                losses += steps(engine, first, first + 1)
+                losses += train_steps(engine, first, first + 1)
                 engine.save_checkpoint(tmp_path / "c")
     with initialize(build(**SMALL), config=config_for(placement, tmp_path / "z", **common))[0] as engine:
         engine.load_checkpoint(tmp_path / "c")
-        losses += steps(engine, 4, 6)
+        losses += train_steps(engine, 4, 6)
         assert list(differences((losses, state_of(engine)), reference)) == []
 
 
@@ -225,6 +215,6 @@ def test_a_clients_optimizer_with_device_memory_apart(precision: str, monkeypatc
             if apart:
                 patched.setattr("lamina.engine.zero_options._accelerator", lambda: Accelerator(torch.device("cpu")))
             with initialize(build(**SMALL), config=config)[0] as engine:
-                losses = steps(engine, 0, 4)
+                losses = train_steps(engine, 0, 4)
                 found.append((losses, [get_full(p, "master") for p in engine.module.parameters()]))
     assert list(differences(*found)) == []

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_model import batch, build, on_nvme, settings
+from small_model import batch, build, on_nvme, settings, train_steps
 from torch import nn
 
 from lamina.engine import TrainingEngine, initialize
@@ -20,23 +20,13 @@ def start(folder: Path, *, model: nn.Module | None = None, clip: float = 0, **ti
     return initialize(model or build(**SMALL), config=config)[0]
 
 
-def train(engine: TrainingEngine, first: int, last: int) -> list[float]:
-    losses = []
-    for index in range(first, last):
-        loss = engine(*batch(index))
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    return losses
-
-
 def test_a_step_that_is_cut_while_its_update_writes_is_dropped_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with start(tmp_path / "state", clip=1.0) as engine:
-        train(engine, 0, 1)
+        train_steps(engine, 0, 1)
         engine.save_checkpoint(tmp_path / "c")
-        wanted = train(engine, 1, 3)
+        wanted = train_steps(engine, 1, 3)
         store, go_on = engine.runtime.store, threading.Event()
         assert store is not None
         begin = store.begin
@@ -63,7 +53,7 @@ def test_a_step_that_is_cut_while_its_update_writes_is_dropped_whole(
             with pytest.raises(KeyboardInterrupt):
                 engine.step()
         engine.load_checkpoint(tmp_path / "c")
-        assert train(engine, 1, 3) == wanted
+        assert train_steps(engine, 1, 3) == wanted
 
 
 def test_a_forward_pass_that_is_cut_keeps_nothing_in_use(tmp_path: Path) -> None:
@@ -71,22 +61,22 @@ def test_a_forward_pass_that_is_cut_keeps_nothing_in_use(tmp_path: Path) -> None
         raise KeyboardInterrupt
 
     with start(tmp_path / "straight") as engine:
-        wanted = train(engine, 0, 3)
+        wanted = train_steps(engine, 0, 3)
     with start(tmp_path / "cut") as engine:
-        losses = train(engine, 0, 1)
+        losses = train_steps(engine, 0, 1)
         engine.save_checkpoint(tmp_path / "c")
         hook = engine.module.get_submodule("blocks.1.down").register_forward_pre_hook(cut)
         with pytest.raises(KeyboardInterrupt):
             engine(*batch(1))
         hook.remove()
-        losses += train(engine, 1, 2)
+        losses += train_steps(engine, 1, 2)
         engine.runtime.executor.pin(0)  # as where Ctrl-C comes between taking a pin and noting it
         engine.zero_grad()
-        losses += train(engine, 2, 3)
+        losses += train_steps(engine, 2, 3)
         engine.runtime.executor.pin(0)
         engine.load_checkpoint(tmp_path / "c")
         assert losses == wanted
-        assert train(engine, 1, 3) == wanted[1:]
+        assert train_steps(engine, 1, 3) == wanted[1:]
 
 
 def test_another_backward_pass_after_one_that_was_cut_says_what_to_do(tmp_path: Path) -> None:
@@ -97,9 +87,9 @@ def test_another_backward_pass_after_one_that_was_cut_says_what_to_do(tmp_path: 
         output.register_hook(fail)
 
     with start(tmp_path / "straight", model=build()) as engine:
-        wanted = train(engine, 0, 2)
+        wanted = train_steps(engine, 0, 2)
     with start(tmp_path / "cut", model=build(), host_bytes=3_000_000) as engine:
-        losses = train(engine, 0, 1)
+        losses = train_steps(engine, 0, 1)
         hook = engine.module.get_submodule("embed").register_forward_hook(fail_at)
         loss = engine(*batch(1))
         hook.remove()
@@ -111,4 +101,4 @@ def test_another_backward_pass_after_one_that_was_cut_says_what_to_do(tmp_path: 
         ):
             engine.backward(loss)
         engine.zero_grad()
-        assert losses + train(engine, 1, 2) == wanted
+        assert losses + train_steps(engine, 1, 2) == wanted

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
-from small_model import batch, build, differences, settings, train_with_engine, train_with_torch
+from small_model import batch, build, differences, settings, train_steps, train_with_engine, train_with_torch
 
 from lamina.engine import TrainingEngine, initialize
 from lamina.tiers import Choice, StoreError, Tier
@@ -47,16 +47,6 @@ def formats(precision: str) -> dict[str, Any]:
 
 def divided(engine: TrainingEngine) -> list[Any]:
     return [segment for segment in engine.runtime.segments if segment.kept]
-
-
-def steps(engine: TrainingEngine, first: int, last: int) -> list[float]:
-    losses = []
-    for index in range(first, last):
-        loss = engine(*batch(index))
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    return losses
 
 
 def state_of(engine: TrainingEngine) -> list[torch.Tensor]:
@@ -133,7 +123,7 @@ def test_skipped_steps_change_no_bit(tmp_path: Path) -> None:
     with initialize(build(**SMALL), config=config)[0] as engine:
         before = state_of(engine)
         for index in range(3):
-            steps(engine, index, index + 1)
+            train_steps(engine, index, index + 1)
             assert not engine.was_step_applied()
             assert all(map(torch.equal, state_of(engine), before))
 
@@ -153,7 +143,7 @@ def test_the_front_waits_for_the_step_while_the_rest_is_updated_early(tmp_path: 
         assert all(map(torch.equal, state_of(engine), before))
         engine.zero_grad()  # and nothing of it has happened
         assert all(map(torch.equal, state_of(engine), before))
-        assert steps(engine, 0, 3) == train_with_torch(steps=3)[0]
+        assert train_steps(engine, 0, 3) == train_with_torch(steps=3)[0]
 
 
 def test_a_rate_changed_and_a_gradient_edited_before_the_step_count(tmp_path: Path) -> None:
@@ -174,7 +164,7 @@ def test_a_rate_changed_and_a_gradient_edited_before_the_step_count(tmp_path: Pa
 
 def test_planes_are_read_and_written_across_the_border(tmp_path: Path) -> None:
     with initialize(build(**SMALL), config=shared(tmp_path, 0.4, precision="bf16"))[0] as engine:
-        steps(engine, 0, 2)
+        train_steps(engine, 0, 2)
         (segment,) = divided(engine)
         slot = next(index for index, slot in enumerate(segment.layout.slots) if slot.offset < segment.kept < slot.end)
         across = segment.parameters[slot]
@@ -187,7 +177,7 @@ def test_planes_are_read_and_written_across_the_border(tmp_path: Path) -> None:
         others = [parameter for parameter in engine.module.parameters() if parameter is not across]
         assert all(get_full(parameter, "exp_avg").abs().max() < 1 for parameter in others)
         assert torch.equal(across.detach(), get_full(across, "param"))
-        steps(engine, 2, 3)
+        train_steps(engine, 2, 3)
 
 
 # -- budgets ---------------------------------------------------------------------------------------------------------------
@@ -209,7 +199,7 @@ def test_the_share_is_met_and_the_budgets_that_it_needs_are_enough_and_all_that_
     in_memory = train_with_engine(settings(gradient_clipping=1.0))
     exact = shared(tmp_path, share, gradient_clipping=1.0, tiers=tight)
     with initialize(build(), config=exact)[0] as engine:
-        losses = steps(engine, 0, 4)
+        losses = train_steps(engine, 0, 4)
         for arena in (engine.runtime.host, engine.runtime.device):
             assert 0 <= needed[str(arena.tier)] - arena.peak < 20 * 4096, "planes are counted in whole pages"
     assert losses == in_memory[0]
@@ -230,7 +220,7 @@ def test_auto_fills_the_host_budget_to_within_a_chunk(tmp_path: Path, monkeypatc
         assert segment.kept % chunk == 0
         assert budget - chunk * 8 - 3 * 4096 < runtime.placement.host_bytes <= budget
         assert f"but for {segment.kept / segment.layout.shard_numel:.0%} of it, which is on host" in str(engine.plan)
-        losses = steps(engine, 0, 2)
+        losses = train_steps(engine, 0, 2)
         assert runtime.host.peak <= budget
     assert losses == train_with_engine(settings(gradient_clipping=1.0), steps=2, **wide)[0]
 
@@ -240,7 +230,7 @@ def test_auto_fills_the_host_budget_to_within_a_chunk(tmp_path: Path, monkeypatc
 
 def saved(config: dict[str, Any], folder: Path) -> None:
     with initialize(build(**SMALL), config=config)[0] as engine:
-        steps(engine, 0, 2)
+        train_steps(engine, 0, 2)
         engine.save_checkpoint(folder)
 
 
@@ -253,7 +243,7 @@ def test_checkpoints_move_between_shares(precision: str, tmp_path: Path) -> None
         "nvme": shared(tmp_path / "c", 0.0, precision=precision),
     }
     with initialize(build(**SMALL), config=ways["memory"])[0] as engine:
-        wanted = steps(engine, 0, 4), state_of(engine)
+        wanted = train_steps(engine, 0, 4), state_of(engine)
     for before, after in (
         ("0.4", "0.4"),
         ("0.4", "0.7"),
@@ -268,7 +258,7 @@ def test_checkpoints_move_between_shares(precision: str, tmp_path: Path) -> None
         with initialize(build(**SMALL), config=ways[after])[0] as engine:
             engine.load_checkpoint(folder)
             assert engine.load_report.as_saved == (before == after)
-            found = steps(engine, 2, 4)
+            found = train_steps(engine, 2, 4)
             assert found == wanted[0][2:], (before, after)
             assert all(map(torch.equal, state_of(engine), wanted[1])), (before, after)
 
@@ -287,6 +277,6 @@ def test_a_damaged_front_is_told_and_leaves_the_state_as_it_was(tmp_path: Path) 
 def test_state_that_only_memory_had_cannot_be_gone_on_with(tmp_path: Path) -> None:
     config = shared(tmp_path, 0.4, tiers={"keep_state": True})
     with initialize(build(**SMALL), config=config)[0] as engine:
-        steps(engine, 0, 2)
+        train_steps(engine, 0, 2)
     with pytest.raises(StoreError, match=r"is placed in memory, which did not survive"):
         initialize(build(**SMALL), config=config, resume=True)
