@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_model import batch, build, on_nvme, settings
+from small_model import batch, build, on_nvme, settings, train_steps
 from train_until_killed import hold_commit
 
 from lamina.engine import TrainingEngine, initialize
@@ -27,15 +27,6 @@ def start(folder: Path, *, clip: float = 0, resume: bool = False, **tiers: Any) 
 def update(engine: TrainingEngine, loss: torch.Tensor) -> None:
     engine.backward(loss)
     engine.step()
-
-
-def train(engine: TrainingEngine, first: int, last: int) -> list[float]:
-    losses = []
-    for index in range(first, last):
-        loss = engine(*batch(index))
-        update(engine, loss)
-        losses.append(loss.item())
-    return losses
 
 
 def state(engine: TrainingEngine) -> list[Any]:
@@ -58,26 +49,26 @@ def test_the_next_forward_pass_runs_meanwhile_and_what_needs_the_commit_waits(
     tmp_path: Path, tiers: dict[str, Any]
 ) -> None:
     with start(tmp_path / "straight", **tiers) as engine:
-        wanted = train(engine, 0, 2)
+        wanted = train_steps(engine, 0, 2)
         after_two = state(engine)
-        wanted += train(engine, 2, 5)
+        wanted += train_steps(engine, 2, 5)
     with start(tmp_path / "held", **tiers) as engine:
         parameter = next(iter(engine.module.parameters()))
-        losses = train(engine, 0, 1)
+        losses = train_steps(engine, 0, 1)
         event = hold_commit(engine, 2)
-        losses += train(engine, 1, 2)
+        losses += train_steps(engine, 1, 2)
         with torch.no_grad():
             assert engine(*batch(2)).item() == wanted[2]  # out of a generation that does not count yet
         assert all(map(torch.equal, state(engine), after_two))
         assert not in_time(lambda: engine.save_checkpoint(tmp_path / "c"), event)
         event = hold_commit(engine, 3)
-        losses += train(engine, 2, 3)
+        losses += train_steps(engine, 2, 3)
         values = get_full(parameter, "param")
         assert values is not None
         assert not in_time(lambda: set_full(parameter, "param", values), event)
         event = hold_commit(engine, 4)
-        losses += train(engine, 3, 4)
-        assert not in_time(lambda: losses.extend(train(engine, 4, 5)), event)
+        losses += train_steps(engine, 3, 4)
+        assert not in_time(lambda: losses.extend(train_steps(engine, 4, 5)), event)
     assert losses == wanted
 
 
@@ -89,16 +80,16 @@ def test_a_failure_is_told_by_the_next_call_and_the_step_before_counts(
         raise FULL
 
     with start(tmp_path / "straight", clip=clip) as engine:
-        wanted = train(engine, 0, 5)
+        wanted = train_steps(engine, 0, 5)
     engine = start(tmp_path / "full", clip=clip)
-    assert train(engine, 0, 2) == wanted[:2]
+    assert train_steps(engine, 0, 2) == wanted[:2]
     engine.save_checkpoint(tmp_path / "c")
     store = engine.runtime.store
     assert store is not None
     store.settle()
     with monkeypatch.context() as patched:
         patched.setattr(store, "publish", refuse)
-        assert train(engine, 2, 3) == wanted[2:3]
+        assert train_steps(engine, 2, 3) == wanted[2:3]
         assert (engine.global_steps, engine.metrics().step) == (3, 3)
         with pytest.raises(StorageFault, match="No space left"):
             store.settle()
@@ -108,23 +99,23 @@ def test_a_failure_is_told_by_the_next_call_and_the_step_before_counts(
         with pytest.raises(RuntimeError, match=r"could not be committed.*load a checkpoint to go on, or start again"):
             use()
     engine.load_checkpoint(tmp_path / "c")
-    assert train(engine, 2, 4) == wanted[2:4]
+    assert train_steps(engine, 2, 4) == wanted[2:4]
     store.settle()
     with monkeypatch.context() as patched:
         patched.setattr(store, "publish", refuse)
-        assert train(engine, 4, 5) == wanted[4:]
+        assert train_steps(engine, 4, 5) == wanted[4:]
         with pytest.raises(StorageFault, match="No space left"):
             engine.close()
     with start(tmp_path / "full", clip=clip, resume=True) as engine:
         assert engine.global_steps == 4
-        assert train(engine, 4, 5) == wanted[4:]
+        assert train_steps(engine, 4, 5) == wanted[4:]
 
 
 def test_it_may_fail_under_the_next_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The update of the next step cannot begin then: its backward pass, or step(), says so."""
     for clip in (0, 1.0):
         engine = start(tmp_path / f"{clip}", clip=clip)
-        train(engine, 0, 1)
+        train_steps(engine, 0, 1)
         store = engine.runtime.store
         assert store is not None
         store.settle()
@@ -136,7 +127,7 @@ def test_it_may_fail_under_the_next_pass(tmp_path: Path, monkeypatch: pytest.Mon
 
         with monkeypatch.context() as patched:
             patched.setattr(store, "publish", refuse)
-            train(engine, 1, 2)
+            train_steps(engine, 1, 2)
             loss = engine(*batch(2))
             event.set()
             with pytest.raises(StorageFault, match="No space left"):
