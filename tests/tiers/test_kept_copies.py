@@ -1,6 +1,6 @@
 """Fetched copies that outlive a step: which are kept, what that saves to the byte, and that none holds what does not count."""
 
-import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import product
@@ -301,8 +301,21 @@ def test_simulation_and_executor_fetch_the_same() -> None:
         assert done.fetches == reads_of_a_step(executor, homes), (groups, window)
 
 
+@dataclass(frozen=True)
+class LetGoMeanwhile:
+    """A clock under which whoever sleeps finds that nothing is held any more."""
+
+    held: list[memoryview]
+    perf_counter: Callable[[], float] = time.perf_counter
+
+    def sleep(self, _: float) -> None:
+        self.held.clear()
+
+
 @pytest.mark.parametrize(("alike", "still_there"), [(True, [0]), (False, [])])
-def test_ranks_wait_for_memory_instead_of_evicting_more(alike: bool, still_there: list[int]) -> None:
+def test_ranks_wait_for_memory_instead_of_evicting_more(
+    alike: bool, still_there: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What holds an evicted copy's memory for a moment is a matter of time, which must not decide what is evicted."""
     executor, homes = build(3, 2)
     executor.alike = alike
@@ -311,9 +324,8 @@ def test_ranks_wait_for_memory_instead_of_evicting_more(alike: bool, still_there
     block = homes[1].bound
     assert block is not None
     held = [block.view]
-    release = threading.Timer(0.05, held.clear)
     del block
-    release.start()
+    monkeypatch.setattr("lamina.tiers.executor.time", LetGoMeanwhile(held))
     executor.acquire(2)
-    release.join()
+    held.clear()
     assert [index for index in (0, 1) if homes[index].bound is not None] == still_there

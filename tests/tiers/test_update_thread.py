@@ -15,6 +15,7 @@ from lamina.zero.update import Updater
 from lamina.zero.update_job import UpdateJob
 
 NUMEL = 4096
+LIMIT_S = 60.0  # for what happens at once, however slow the machine is
 PLANES = tuple(PlaneSpec(plane=plane, itemsize=4) for plane in (Plane.PARAM, Plane.EXP_AVG, Plane.EXP_AVG_SQ))
 
 
@@ -30,7 +31,7 @@ class HeldHandle:
         return self.ended.is_set()
 
     def wait(self, timeout: float | None = None) -> int:
-        assert self.ended.wait(10 if timeout is None else timeout), f"{self.name} was waited for and never let go"
+        assert self.ended.wait(LIMIT_S if timeout is None else timeout), f"{self.name} was waited for and never let go"
         if self.error is not None:
             raise self.error
         return 0
@@ -40,15 +41,17 @@ class HeldStore:
     """Store and transaction in one; what is to be held is decided by name."""
 
     def __init__(self, held: Callable[[str], bool]) -> None:
-        self.held = held
+        self._holds = held
+        self._let_go: dict[str, OSError | None] = {}
         self.handles: list[HeldHandle] = []
         self.changed = threading.Condition()
 
     def _handle(self, name: str) -> HeldHandle:
         handle = HeldHandle(name)
-        if not self.held(name):
-            handle.ended.set()
         with self.changed:
+            if not self._holds(name) or name in self._let_go:
+                handle.error = self._let_go.get(name)
+                handle.ended.set()
             self.handles.append(handle)
             self.changed.notify_all()
         return handle
@@ -59,15 +62,18 @@ class HeldStore:
     def write(self, shard: str, plane: Plane, buffer: Any, **_: Any) -> HeldHandle:
         return self._handle(f"write {shard}")
 
-    def started(self, name: str, timeout: float = 5.0) -> bool:
+    def started(self, name: str) -> bool:
         with self.changed:
-            return self.changed.wait_for(lambda: any(handle.name == name for handle in self.handles), timeout)
+            return self.changed.wait_for(lambda: any(handle.name == name for handle in self.handles), LIMIT_S)
 
     def let_go(self, name: str, error: OSError | None = None) -> None:
-        for handle in self.handles:
-            if handle.name == name:
-                handle.error = error
-                handle.ended.set()
+        """End all transfers of this name, those that are yet to begin, too."""
+        with self.changed:
+            self._let_go[name] = error
+            for handle in self.handles:
+                if handle.name == name:
+                    handle.error = error
+                    handle.ended.set()
 
 
 class CountingKernels:
@@ -144,7 +150,7 @@ def test_draining_waits_for_the_last_write() -> None:
     time.sleep(0.05)
     assert drained.is_alive()
     store.let_go("write a")
-    drained.join(5)
+    drained.join(LIMIT_S)
     assert not drained.is_alive()
     updater.close()
 
@@ -177,7 +183,7 @@ def test_closing_waits_for_transfers_under_way() -> None:
     time.sleep(0.05)
     assert closed.is_alive(), "its buffer would be given back under the write"
     store.let_go("write a")
-    closed.join(5)
+    closed.join(LIMIT_S)
     assert not closed.is_alive()
 
 

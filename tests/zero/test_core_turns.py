@@ -8,6 +8,8 @@ import pytest
 
 from lamina.zero.core_turns import CoreTurns
 
+LIMIT_S = 60.0  # for what happens at once, however slow the machine is
+
 
 class UpdateThread:
     """Calls ``run`` in a thread of its own and remembers where the work ran, and what it raised."""
@@ -32,17 +34,31 @@ class UpdateThread:
             self.error = error
 
     def join(self) -> None:
-        self.thread.join(10)
+        self.thread.join(LIMIT_S)
         assert not self.thread.is_alive()
 
 
 @pytest.fixture
 def turns() -> CoreTurns:
-    return CoreTurns(threading.Condition(), patience_s=10)  # however slow the machine is
+    return CoreTurns(threading.Condition(), patience_s=10 * LIMIT_S)
+
+
+class Watched(threading.Condition):
+    """Notes for how long it was waited on; ``waiting`` is set at the first time, while the lock is still held."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits: list[float | None] = []
+        self.waiting = threading.Event()
+
+    def wait_for(self, predicate: Callable[[], bool], timeout: float | None = None) -> bool:
+        self.waits.append(timeout)
+        self.waiting.set()
+        return super().wait_for(predicate, timeout)
 
 
 def come_by_until(turns: CoreTurns, done: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + LIMIT_S
     while not done() and time.monotonic() < deadline:
         turns.come_by()
 
@@ -60,37 +76,36 @@ def test_in_a_pass_the_training_thread_runs_it(turns: CoreTurns) -> None:
     come_by_until(turns, lambda: bool(update.ran_in))
     update.join()
     assert update.ran_in == [threading.current_thread()]
-    assert 0.02 <= turns.take_seconds() < 5
+    assert 0.02 <= turns.take_seconds() < LIMIT_S
     assert turns.take_seconds() == 0.0, "asked for already"
 
 
 def test_a_training_thread_that_stays_away_is_not_waited_for_again() -> None:
-    turns = CoreTurns(threading.Condition(), patience_s=0.2)
+    state = Watched()
+    turns = CoreTurns(state, patience_s=0.2)
     turns.come_by()
-    took = []
     for _ in range(2):
-        began = time.monotonic()
         update = UpdateThread(turns)
         update.join()
-        took.append(time.monotonic() - began)
         assert update.ran_in == [update.thread]
-    assert took[0] >= 0.2 > took[1]
+        assert state.waits == [0.2], "the second call runs at once"
 
 
-def test_the_end_of_a_pass_lets_a_call_go(turns: CoreTurns) -> None:
+def test_the_end_of_a_pass_lets_a_call_go() -> None:
+    state = Watched()
+    turns = CoreTurns(state, patience_s=10 * LIMIT_S)
     turns.come_by()
-    began = time.monotonic()
     update = UpdateThread(turns)
-    time.sleep(0.05)
+    assert state.waiting.wait(LIMIT_S)
     turns.leave()
     update.join()
     assert update.ran_in == [update.thread]
-    assert time.monotonic() - began < 8
+    assert state.waits == [10 * LIMIT_S], "and it did not wait again"
 
 
 def test_a_training_thread_that_waits_runs_all_calls_that_come() -> None:
     state = threading.Condition()
-    turns = CoreTurns(state, patience_s=10)
+    turns = CoreTurns(state, patience_s=10 * LIMIT_S)
     updates: list[UpdateThread] = []
     over = threading.Event()
 
