@@ -46,13 +46,14 @@ def test_signals_every_millisecond_do_no_harm(io: AsyncIO, path: Path, alarm_sto
         pattern = os.urandom(MIB)
         for i in range(64):
             buffer.view[i * MIB : (i + 1) * MIB] = pattern
-        for _ in range(4):  # 256 MiB out and in
+        rounds = 0
+        while rounds < 4 or len(alarm_storm) <= 20:  # 256 MiB out and in, or more where that takes no time
+            rounds += 1
             assert io.write(file, buffer.view).wait() == 64 * MIB
             buffer.view[:: MIB + 1] = bytes(64)
             assert io.read(file, buffer.view).wait(timeout=60) == 64 * MIB
         for i in range(64):
             assert buffer.view[i * MIB : (i + 1) * MIB] == pattern
-    assert len(alarm_storm) > 20
 
 
 def test_a_signal_handler_may_end_the_wait(make_io: MakeIO, path: Path) -> None:
@@ -67,9 +68,10 @@ def test_a_signal_handler_may_end_the_wait(make_io: MakeIO, path: Path) -> None:
     try:
         with AlignedBuffer(256 * MIB) as buffer, io.open(path, create=True, size=256 * MIB) as file:
             handle = io.write(file, buffer.view)
-            signal.setitimer(signal.ITIMER_REAL, 0.005)
-            with pytest.raises(Enough):
+            with pytest.raises(Enough):  # noqa: PT012 - wherever this thread is by then
+                signal.setitimer(signal.ITIMER_REAL, 0.005)
                 handle.wait()
+                signal.pause()
             assert handle.wait() == 256 * MIB
     finally:
         signal.signal(signal.SIGALRM, before)
@@ -193,6 +195,10 @@ def descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
+def threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
 def rounds(io: AsyncIO, folder: Path, count: int) -> None:
     """Opens, moves and closes, every other round with a failure on the way."""
     good, short = folder / "good", folder / "short"
@@ -237,10 +243,13 @@ def test_engines_leave_no_descriptor_and_no_thread(backend: str, tmp_path: Path)
             io.write(file, bytes(MIB)).wait()
 
     once()
-    before = descriptors(), len(os.listdir("/proc/self/task"))
+    before = descriptors(), threads()
     for _ in range(50):
         once()
-    assert (descriptors(), len(os.listdir("/proc/self/task"))) == before
+    until = time.monotonic() + 60  # the kernel lists a thread for a moment after it was joined
+    while threads() > before[1] and time.monotonic() < until:
+        time.sleep(0.001)
+    assert (descriptors(), threads()) == before
 
 
 def test_running_out_of_descriptors_is_an_error_and_heals(io: AsyncIO, path: Path) -> None:

@@ -13,6 +13,7 @@ from lamina.aio_native import (
     AsyncIO,
     CancelledIOError,
     ClosedIOError,
+    Handle,
     Priority,
     Read,
     Write,
@@ -22,25 +23,39 @@ MIB = 1 << 20
 MakeIO = Callable[..., AsyncIO]
 
 
-def test_an_urgent_read_overtakes_prefetches_and_write_backs(make_io: MakeIO, path: Path) -> None:
+def under_way(start: Callable[[], Handle]) -> Handle:
+    """A transfer that has not ended when this returns; one that was faster than this thread is waited for and started again."""
+    while (handle := start()).done():
+        handle.wait()
+    return handle
+
+
+def test_urgent_transfers_overtake_prefetches_and_write_backs(make_io: MakeIO, path: Path) -> None:
+    """Told by what each finds at the file's end, which the write-back comes to last."""
     io = make_io(queue_depth=1, block_bytes=MIB, inline_bytes=0)
-    with AlignedBuffer(256 * MIB) as buffer, io.open(path, create=True, size=256 * MIB) as file:
-        ended: list[str] = []
-
-        def follow(name: str, handle: object) -> threading.Thread:
-            thread = threading.Thread(target=lambda: (handle.wait(), ended.append(name)))  # type: ignore[attr-defined]
-            thread.start()
-            return thread
-
-        write_back = io.write(file, buffer.view)
-        prefetch = io.read(file, buffer.view[: 64 * MIB], priority=Priority.PREFETCH)
-        demand = io.read(file, bytearray(4096), 8 * MIB)
-        threads = [
-            follow(name, handle) for name, handle in (("write", write_back), ("prefetch", prefetch), ("demand", demand))
-        ]
-        for thread in threads:
-            thread.join()
-        assert ended == ["demand", "prefetch", "write"]
+    size = 128 * MIB
+    with AlignedBuffer(size) as new, AlignedBuffer(32 * MIB) as found, io.open(path, create=True, size=size) as file:
+        old = bytearray(4096)
+        while True:  # until none of them was over before the last one was asked for
+            new.view[:] = bytes(size)
+            io.write(file, new.view).wait()
+            new.view[:] = b"\x01" * size
+            write_back = io.write(file, new.view)
+            prefetch = io.read(file, found.view, size - 32 * MIB, priority=Priority.PREFETCH)
+            demand = io.read(file, old, size - 4096)
+            urgent_write = io.write(file, b"\x02" * 4096, size - 4096, priority=Priority.DEMAND)
+            in_time = not write_back.done() and not prefetch.done()
+            io.drain()
+            if in_time:
+                break
+        assert old == bytes(4096), "before the write-back"
+        assert found.view[-4096:] == b"\x02" * 4096, "the urgent write came before the prefetch"
+        assert not any(found.view[:-4096]), "and that before the write-back"
+        last = bytearray(4096)
+        io.read(file, last, size - 4096).wait()
+        assert last == b"\x01" * 4096
+        for handle in (write_back, prefetch, demand, urgent_write):
+            handle.wait()
 
 
 def test_bytes_in_flight_stay_below_the_limit(make_io: MakeIO, path: Path) -> None:
@@ -57,9 +72,13 @@ def test_bytes_in_flight_stay_below_the_limit(make_io: MakeIO, path: Path) -> No
 def test_cancel_drops_what_has_not_started(make_io: MakeIO, path: Path) -> None:
     io = make_io(queue_depth=1, block_bytes=MIB)
     with AlignedBuffer(128 * MIB) as buffer, io.open(path, create=True, size=128 * MIB) as file:
-        first = io.write(file, buffer.view)
-        second = io.write(file, buffer.view[:MIB])
-        assert second.cancel()
+        while True:
+            first = io.write(file, buffer.view)
+            second = io.write(file, buffer.view[:MIB])
+            if second.cancel():
+                break
+            assert first.done(), "only then may the second have started"
+            io.drain()
         with pytest.raises(CancelledIOError) as caught:
             second.wait()
         assert (caught.value.errno, caught.value.got) == (errno.ECANCELED, 0)
@@ -80,7 +99,7 @@ def test_close_waits_or_cancels_as_asked(backend: str, tmp_path: Path) -> None:
             path = tmp_path / f"{cancel}.bin"
             io = AsyncIO(backend=backend, queue_depth=2)  # type: ignore[arg-type]
             file = io.open(path, create=True, size=64 * MIB)
-            handle = io.write(file, buffer.view)
+            handle = under_way(lambda io=io, file=file: io.write(file, buffer.view))  # type: ignore[misc]
             io.close(cancel=cancel)
             assert handle.done()
             if cancel:
@@ -118,18 +137,21 @@ def test_a_handle_answers_at_once_when_nothing_is_pending(io: AsyncIO, path: Pat
     with io.open(path, create=True, size=4096) as file:
         handle = io.read(file, bytearray(0))
         assert handle.done()
-        start = time.perf_counter()
-        assert handle.wait() == handle.wait(0) == 0
+        assert handle.wait(0) == handle.wait() == 0
         io.drain()
-        assert time.perf_counter() - start < 1
 
 
 def test_a_timeout_leaves_the_transfer_going(make_io: MakeIO, path: Path) -> None:
     io = make_io(queue_depth=1)
     with AlignedBuffer(128 * MIB) as buffer, io.open(path, create=True, size=128 * MIB) as file:
-        handle = io.write(file, buffer.view)
-        with pytest.raises(TimeoutError, match="write of"):
-            handle.wait(0.001)
+        told = ""
+        while not told:  # until it was not over before the timeout
+            handle = io.write(file, buffer.view)
+            try:
+                handle.wait(0.001)
+            except TimeoutError as error:
+                told = str(error)
+        assert "write of" in told
         assert handle.wait(100.0) == 128 * MIB
         with pytest.raises(ValueError, match="nan"):
             io.write(file, buffer.view).wait(float("nan"))
