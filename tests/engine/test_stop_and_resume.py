@@ -14,7 +14,7 @@ import pytest
 import torch
 from small_model import batch, build, on_nvme, settings
 from torch.utils.data import Dataset
-from train_until_killed import CUT, STEPS, data, main, start
+from train_until_killed import CUT, KILLED_WITHIN, STEPS, data, main, start
 
 from lamina.engine import TrainingEngine, initialize
 from lamina.tiers import StoreError
@@ -22,6 +22,7 @@ from lamina.zero import get_full
 
 SCRIPT = Path(__file__).with_name("train_until_killed.py")
 SMALL = {"width": 16, "hidden": 32, "blocks": 2}
+KILLS = 5
 
 
 class Server:
@@ -65,12 +66,13 @@ def test_killed_over_and_over_it_goes_on_bit_exactly(
     server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Losses, rates and random numbers of every step that was told are those of a run that nobody killed."""
+    assert KILLS * KILLED_WITHIN < STEPS, "something is left to be done at the end"
     main(tmp_path / "straight", "resume")
     wanted = capsys.readouterr().out.split("\n")[:STEPS]
     chance, told, kills = random.Random(1), set(), 0
     while True:
-        child = server.start(tmp_path / "killed", "resume")
-        if kills < 5:
+        child = server.start(tmp_path / "killed", "killed" if kills < KILLS else "resume")
+        if kills < KILLS:
             first = server.line()
             time.sleep(chance.uniform(0, 0.03))
             os.kill(child, signal.SIGKILL)
@@ -109,9 +111,9 @@ def test_killed_after_a_step_and_before_its_commit_it_does_that_step_again(
 def test_stop_signals_end_the_micro_batch_save_and_release(
     number: signal.Signals, code: int, server: Server, tmp_path: Path
 ) -> None:
-    child = server.start(tmp_path, "slow")
+    child = server.start(tmp_path, "stopped")
     first = server.line()
-    time.sleep(0.1)  # inside the next forward pass
+    assert server.line() == "inside"
     os.kill(child, number)
     lines, found = server.rest()
     assert found == code

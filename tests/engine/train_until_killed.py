@@ -1,14 +1,15 @@
 """Run by test_stop_and_resume: trains on NVMe with kept state, tells each step and its loss, stops when it is told to.
 
-Forks a child for each line `folder mode`, as kill_while_saving does. Modes: resume (go on), slow (each forward takes 0.2 s), cut
-(it kills itself after step CUT was told and before it is committed).
+Forks a child for each line `folder mode`, as kill_while_saving does. Modes: resume (go on), killed (the same, but after a few
+steps it waits to be killed), stopped (in the third forward pass it says so and waits for a signal), cut (it kills itself after
+step CUT was told and before it is committed).
 """
 
+import itertools
 import os
 import signal
 import sys
 import threading
-import time
 import traceback
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from lamina.engine import TrainingEngine, initialize
 
 STEPS = 14
 CUT = 4
+KILLED_WITHIN = 2  # steps of one life, so that none outlives its kill however fast the machine is
 
 
 def data() -> TensorDataset:
@@ -40,16 +42,34 @@ def start(folder: Path, **options: Any) -> TrainingEngine:
 def main(folder: Path, mode: str) -> None:
     torch.set_num_threads(1)
     with start(folder, resume="auto", save_on_stop=folder / "c") as engine:
-        if mode == "slow":
-            engine.module.register_forward_pre_hook(lambda *_: time.sleep(0.2))
+        if mode == "stopped":
+            wait_in_forward(engine, 3)
         if mode == "cut":
             hold_commit(engine, CUT)
+        first = engine.global_steps
         while engine.global_steps < STEPS:
+            if mode == "killed" and engine.global_steps == first + KILLED_WITHIN:
+                signal.pause()
             noise = torch.rand(1).item()  # the random state must go on, too
             loss = engine.train_batch()
             print(f"step {engine.global_steps} {loss.item():.9g} {engine.get_lr()[0]:.9g} {noise:.9g}", flush=True)
             if mode == "cut" and engine.global_steps == CUT:
                 os.kill(os.getpid(), signal.SIGKILL)
+
+
+def wait_in_forward(engine: TrainingEngine, number: int) -> None:
+    """Let the forward pass of this number (from 1) tell that it has begun, and go on once a signal has come."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    signal.set_wakeup_fd(writer)
+    numbers = itertools.count(1)
+
+    def wait(*_: object) -> None:
+        if next(numbers) == number:
+            print("inside", flush=True)
+            os.read(reader, 1)
+
+    engine.module.register_forward_pre_hook(wait)
 
 
 def hold_commit(engine: TrainingEngine, held: int) -> threading.Event:
