@@ -71,6 +71,7 @@ class StepMeter:
     def take(self, facts: StepFacts) -> StepMetrics:
         """The metrics of the step that ends now; the next one's clock starts."""
         runtime = self._runtime
+        processor_s = time.process_time()  # before the clock: no core has computed for longer than the step took
         now = time.perf_counter()
         clock, self.clock = self.clock, Clock(began=now, processor_s=time.process_time())
         step_s = now - clock.began
@@ -89,7 +90,7 @@ class StepMeter:
             update_io_s=self._io_seconds(max(0, read_bytes - fetched), written_bytes),
             ahead_io_s=self._io_seconds(update.ahead_bytes, 0),
             late_io_s=self._io_seconds(0, update.late_bytes),
-            cores_s=(self.clock.processor_s - clock.processor_s) / len(os.sched_getaffinity(0)),
+            cores_s=(processor_s - clock.processor_s) / len(os.sched_getaffinity(0)),
         )
         if not facts.skipped:
             self._steer(clock, costs, update.parameters, facts)

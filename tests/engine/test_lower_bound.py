@@ -1,5 +1,6 @@
 """The least time of a step: never more than the step took, whoever waited for whom."""
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -36,6 +37,34 @@ def test_no_step_is_shorter_than_its_bound_for_computing(clipping: float, tmp_pa
     with initialize(build(), config=config)[0] as engine:
         engine._meter._disks = ()  # the disk's rates are measured beforehand, and may be better during a step
         for index in range(4):
+            engine.backward(engine(*batch(index)))
+            engine.step()
+            assert 0 < engine.metrics().lower_bound_s <= engine.metrics().step_s
+
+
+class Preempted:
+    """Stands for the module ``time`` in a process that has all cores, and longer each time until it gets an answer to how much
+    it computed."""
+
+    now, delay = 0.0, 1.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def process_time(self) -> float:
+        self.delay *= 2
+        self.now += self.delay
+        return self.now * len(os.sched_getaffinity(0))
+
+
+def test_no_step_is_shorter_than_its_processor_time_wherever_the_clock_is_looked_at(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = Preempted()
+    for module in ("training", "meter"):
+        monkeypatch.setattr(f"lamina.engine.{module}.time", clock)
+    with initialize(build(), config=settings())[0] as engine:
+        for index in range(3):
             engine.backward(engine(*batch(index)))
             engine.step()
             assert 0 < engine.metrics().lower_bound_s <= engine.metrics().step_s
