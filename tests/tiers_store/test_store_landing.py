@@ -15,6 +15,7 @@ from store_samples import FROZEN, SHARDS, State, random_state, rank_folder, read
 import lamina.tiers.nvme.manifest as manifest_module
 from lamina.aio_native import AsyncIO, AsyncIOError
 from lamina.tiers.errors import StorageFault, StoreError
+from lamina.tiers.nvme.landing import Landing
 from lamina.tiers.nvme.manifest import MANIFEST_NAME, read_manifest
 from lamina.tiers.nvme.store import GenerationStore
 from lamina.tiers.tier import Plane
@@ -213,20 +214,33 @@ def test_ctrl_c_while_it_is_started_loses_nothing(
     store.close()
 
 
-def test_ctrl_c_while_it_is_waited_for_does_not_end_later_waits_early(open_store: Open, gate: GatedIO) -> None:
+def test_ctrl_c_while_it_is_waited_for_does_not_end_later_waits_early(
+    open_store: Open, gate: GatedIO, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = open_store(io=gate)
     write_all(store, random_state(), 1)
     new = random_state()
     land(store, gate, new, 2)
+    wait = Landing.wait
+
+    def wait_and_be_cut(landing: Landing) -> None:
+        signal.setitimer(signal.ITIMER_REAL, 0.02)
+        wait(landing)
+
+    def wait_and_open_the_gate(landing: Landing) -> None:
+        threading.Timer(0.02, gate.open_gate).start()
+        wait(landing)
+
     before = signal.signal(signal.SIGALRM, signal.default_int_handler)
     try:
-        signal.setitimer(signal.ITIMER_REAL, 0.02)
+        monkeypatch.setattr(Landing, "wait", wait_and_be_cut)
         with pytest.raises(KeyboardInterrupt):
             store.settle()
     finally:
         signal.signal(signal.SIGALRM, before)
-    threading.Timer(0.02, gate.open_gate).start()
+    monkeypatch.setattr(Landing, "wait", wait_and_open_the_gate)
     store.begin().abort()
+    monkeypatch.setattr(Landing, "wait", wait)
     assert read_all(store) == new
     store.close()
 
@@ -245,3 +259,19 @@ def test_a_write_that_is_over_lets_go_of_its_bytes(open_store: Open, gate: Gated
     assert held() is None
     transaction.abort()
     store.close()
+
+
+def test_a_failure_that_is_taken_while_another_thread_is_told_of_it_is_told(open_store: Open) -> None:
+    store = open_store()
+    write_all(store, random_state(), 1)
+
+    class TakenMeanwhile:
+        @property
+        def error(self) -> Exception:
+            store._landing = None
+            return StorageFault("no space left", errno=errno.ENOSPC, path="/x/gen")
+
+    store._landing = TakenMeanwhile()  # type: ignore[assignment]
+    with pytest.raises(StorageFault, match="no space left"):
+        store.read(*LAST, bytearray(8))
+    store.read(*LAST, bytearray(8)).wait(60)

@@ -143,8 +143,9 @@ class GenerationStore:
         return landing.error
 
     def _require_landed(self) -> None:
-        if self._landing is not None and self._landing.error is not None:
-            raise self._landing.error.with_traceback(None)  # of whoever was told before
+        landing = self._landing  # once: another thread may take its failure meanwhile
+        if landing is not None and landing.error is not None:
+            raise landing.error.with_traceback(None)  # of whoever was told before
 
     @property
     def shards(self) -> tuple[ShardSpec, ...]:
