@@ -15,9 +15,6 @@ from lamina.engine import initialize
 from lamina.tiers.nvme import pin
 from lamina.zero import get_full
 
-# /dev/shm is in memory: there is nothing to be direct to.
-pytestmark = pytest.mark.filterwarnings("ignore::lamina.aio_native.BufferedIOWarning")
-
 
 @pytest.fixture
 def elsewhere() -> Iterator[Path]:

@@ -202,7 +202,6 @@ def write_a_generation(paths: Sequence[NvmePath], io: AsyncIO) -> tuple[tuple[in
         return tuple(store.devices), device_work(before, io.stats())
 
 
-@pytest.mark.filterwarnings("ignore::lamina.aio_native.BufferedIOWarning")
 def test_a_file_system_in_memory_is_another_device_than_a_disk(tmp_path: Path) -> None:
     """No shim: what the store calls devices are those that the I/O counts, and each moves its share."""
     memory = Path("/dev/shm")
@@ -239,7 +238,6 @@ def overlay(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.root
-@pytest.mark.filterwarnings("ignore::lamina.aio_native.BufferedIOWarning")
 def test_on_an_overlay_the_devices_are_those_of_the_files(tmp_path: Path, overlay: Path) -> None:
     (overlay / "file").touch()
     if os.stat(overlay).st_dev == os.stat(overlay / "file").st_dev:

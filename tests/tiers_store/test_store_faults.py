@@ -306,7 +306,6 @@ def mount_small(kind: str, mount: Path) -> None:
 
 @pytest.mark.root
 @pytest.mark.parametrize("kind", ["tmpfs", "loop"])
-@pytest.mark.filterwarnings("ignore::lamina.aio_native.BufferedIOWarning")
 def test_a_full_file_system(open_store: Open, tmp_path: Path, kind: str) -> None:
     """A small disk that fills up between the opening and an update that needs new files."""
     mount = tmp_path / "small"

@@ -93,7 +93,6 @@ def test_wear_agrees_with_the_kernel(tmp_path: Path, open_store: Open) -> None:
     assert min(abs(value) for value in off) < 0.05
 
 
-@pytest.mark.filterwarnings("ignore::lamina.aio_native.BufferedIOWarning")
 def test_a_copy_to_another_disk_is_bounded_and_training_goes_on(tmp_path: Path, open_store: Open, io: AsyncIO) -> None:
     """A streamed pin of 1 GiB into memory, while updates go on."""
     target = Path("/dev/shm") / f"lamina-{os.getpid()}"

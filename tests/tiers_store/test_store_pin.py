@@ -20,8 +20,6 @@ from lamina.tiers.tier import NvmePath, Plane, ShardSpec
 
 Open = Callable[..., GenerationStore]
 ALL = (*SHARDS, FROZEN)
-# Memory as the other file system: there is nothing to be direct to, which the engine says once.
-pytestmark = pytest.mark.filterwarnings("ignore::lamina.aio_native.BufferedIOWarning")
 
 
 @pytest.fixture

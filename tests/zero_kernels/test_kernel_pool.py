@@ -32,6 +32,14 @@ def thread_ids() -> set[int]:
     return {t.id for t in psutil.Process().threads()}
 
 
+def are_gone(threads: set[int]) -> bool:
+    """Whether these have ended: the kernel lists a thread for a moment after it was joined."""
+    until = time.monotonic() + 60
+    while thread_ids() & threads and time.monotonic() < until:
+        time.sleep(0.001)
+    return not thread_ids() & threads
+
+
 def test_many_callers_at_once_get_right_results():
     wanted = random_planes("split", DType.BF16, 70_000, seed=1)
     start = wanted.copy()
@@ -55,6 +63,7 @@ def test_many_callers_at_once_get_right_results():
 
 
 def test_a_call_lets_other_python_threads_run():
+    """Holding the GIL the counter would not move. On a core that both share it may not move in one call, but in some."""
     planes = random_planes("fp32", DType.FP32, 1 << 21, seed=1)
     turns = 0
     stop = threading.Event()
@@ -64,15 +73,19 @@ def test_a_call_lets_other_python_threads_run():
         while not stop.is_set():
             turns += 1
 
+    def turns_meanwhile() -> int:
+        before = turns
+        run_adam(kernels, planes, HYPER)
+        return turns - before
+
     with Kernels(1, path="portable") as kernels:
         counter = threading.Thread(target=count)
         counter.start()
-        before = turns
-        run_adam(kernels, planes, HYPER)
-        during = turns - before
-        stop.set()
-        counter.join()
-    assert during > 100  # holding the GIL the counter would not move
+        try:
+            assert any(turns_meanwhile() > 100 for _ in range(50))
+        finally:
+            stop.set()
+            counter.join()
 
 
 def test_idle_workers_sleep():
@@ -89,10 +102,11 @@ def test_close_ends_the_threads_and_later_calls_say_so():
     planes = random_planes("fp32", DType.FP32, 100, seed=1)
     before = thread_ids()
     kernels = Kernels(3)
-    assert len(thread_ids() - before) == 2  # the caller is the third
+    own = thread_ids() - before
+    assert len(own) == 2  # the caller is the third
     kernels.close()
     kernels.close()
-    assert thread_ids() <= before
+    assert are_gone(own)
     with pytest.raises(ValueError, match="closed"):
         run_adam(kernels, planes, HYPER)
 
@@ -121,8 +135,9 @@ def test_close_while_others_call_waits_for_them():
 def test_dropping_the_object_ends_the_threads():
     before = thread_ids()
     kernels = Kernels(3)
+    own = thread_ids() - before
     del kernels
-    assert thread_ids() <= before
+    assert are_gone(own)
 
 
 def test_a_forked_child_is_told_to_make_its_own():
@@ -233,12 +248,13 @@ def test_paths_are_chosen_forced_and_refused():
             Kernels(1, path=path)
 
 
+@pytest.mark.filterwarnings("error")
 def test_one_core_left_by_default_is_said_once_and_not_when_asked_for(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(len(os.sched_getaffinity(0))))
     assert default_num_threads() == 1
     with pytest.warns(SingleCoreWarning, match="one core"):
         Kernels().close()
-    Kernels(1).close()  # asked for: no warning, and warnings are errors here
+    Kernels(1).close()  # asked for: no warning
 
 
 def test_default_shares_the_cores_among_local_ranks(monkeypatch):
