@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from throttled_io import ThrottledIO
+from throttled_io import HandClock, ThrottledIO
 
 from lamina.aio_native import AlignedBuffer, AsyncIO
 from lamina.bench.gpt import GPT, GPTShape
@@ -169,14 +169,17 @@ def test_a_divided_segment_stays_and_leaves_little_to_gain() -> None:
     assert revision.expected_step_s < 1.05 * anew.predicted.step_s
 
 
-def test_the_bucket_gives_the_rate_that_it_says(tmp_path: Path) -> None:
+def test_the_bucket_gives_the_rate_that_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = HandClock()
+    monkeypatch.setattr("throttled_io.time", clock)
+    began = clock.now
     with AsyncIO() as real, AlignedBuffer(4 * MIB) as buffer:
         throttled = ThrottledIO(real, read_rate=40 * MIB, write_rate=80 * MIB)
         file = throttled.open(tmp_path / "f", writable=True, create=True, size=4 * MIB)
         handles = [throttled.write(file, buffer.view), throttled.read(file, buffer.view)]
         assert not handles[1].done()
         assert [handle.wait() for handle in handles] == [4 * MIB] * 2
-        assert throttled.disk.busy_s == pytest.approx(0.15)
+        assert (throttled.disk.busy_s, clock.now - began) == pytest.approx((0.15, 0.15))
         file.close()
 
 

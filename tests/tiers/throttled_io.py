@@ -10,6 +10,21 @@ from typing import Any
 from lamina.aio_native import AsyncIO, IOStats, Read
 
 
+class HandClock:
+    """Stands for the module ``time`` where a test says how time passes: only while somebody sleeps."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    monotonic = perf_counter
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
 class ThrottledHandle:
     """A native handle that is not done before its bytes could have passed."""
 
