@@ -1,8 +1,9 @@
 """Kill an updating child at random moments and check what a reopening finds.
 
 Run as: python kill_rounds.py FOLDER ROUNDS SEED GENERATIONS PATHS LONGEST_S [pin]. Prints one JSON line. A zygote process
-forks one child per round (so that a round does not pay for an interpreter's start), kills it after a random time and forks
-another child that reopens the store and compares every byte with what the step that it found must hold.
+forks one child per round (so that a round does not pay for an interpreter's start), kills it after a random time (in every
+other round counted from its first commit, however slow the machine is) and forks another child that reopens the store and
+compares every byte with what the step that it found must hold.
 """
 
 import hashlib
@@ -151,9 +152,18 @@ def in_child(work, *arguments: object) -> tuple[int, int]:
     os._exit(code)
 
 
-def drain(fd: int) -> list[str]:
-    with os.fdopen(fd) as pipe:
-        return [line.strip() for line in pipe if line.strip()]
+def drain(fd: int, before: bytes = b"") -> list[str]:
+    """Lines until the child has ended. ``before``: what was read already."""
+    with os.fdopen(fd, "rb") as pipe:
+        return [line.decode() for line in (before + pipe.read()).splitlines() if line.strip()]
+
+
+def first_commit(fd: int) -> bytes:
+    """What the child tells until its first commit, or until it has failed."""
+    told = b""
+    while b"c" not in told and b"!" not in told and (more := os.read(fd, 4096)):
+        told += more
+    return told
 
 
 def main() -> None:
@@ -164,12 +174,13 @@ def main() -> None:
     generator = random.Random(seed)
     found = {"rounds": 0, "advanced": 0, "torn": 0, "killed_in_commit": 0}
     last = -1
-    for _ in range(rounds):
+    for number in range(rounds):
         pid, pipe = in_child(lambda tell: update(folder, generations, paths, pin, tell))
+        told = first_commit(pipe) if number % 2 else b""
         time.sleep(generator.uniform(0.002, longest_s))
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
-        said = drain(pipe)
+        said = drain(pipe, told)
         if any(line.startswith("!") for line in said):
             sys.exit(f"the child failed: {said[-1]}")
         pid, pipe = in_child(lambda tell, s=said: os.write(tell, check(folder, generations, paths, s).encode()))
