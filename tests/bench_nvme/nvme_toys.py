@@ -9,6 +9,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from lamina.bench.nvme import command, measure, session
 from lamina.bench.nvme.points import Measured, Phase, Point, Trial, Workload
 
 RING_BAN = Path(__file__).parents[1] / "aio_native" / "ring_ban.py"
@@ -28,7 +31,27 @@ sys.exit(command.main(sys.argv[1:]))
 """
 
 
-def lamina(*arguments: str, launcher: Sequence[str] = (), timeout: float = 60) -> subprocess.CompletedProcess[str]:
+class Ticking:
+    """Stands for the module ``time``: so many seconds pass at each look, and none between."""
+
+    def __init__(self, step_s: float = 1e-3) -> None:
+        self.now = 0.0
+        self._step_s = step_s
+
+    def perf_counter(self) -> float:
+        self.now += self._step_s
+        return self.now
+
+
+def ticking(monkeypatch: pytest.MonkeyPatch) -> Ticking:
+    """The clock of all that a run in this process measures by, however fast this machine is and whatever else it does."""
+    clock = Ticking()
+    for module in (command, session, measure):
+        monkeypatch.setattr(module, "time", clock)
+    return clock
+
+
+def lamina(*arguments: str, launcher: Sequence[str] = (), timeout: float = 100) -> subprocess.CompletedProcess[str]:
     """Run the command to its end."""
     command = [sys.executable, *launcher, "-m", "lamina.bench", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
@@ -38,7 +61,7 @@ def lamina_as_nobody(*arguments: str, before: str = "") -> subprocess.CompletedP
     """The same after giving root up; the interpreter may lie where nobody else can read, so imports come first."""
     program = DROP.format(before=before, user=NOBODY)
     return subprocess.run(
-        [sys.executable, "-c", program, *arguments], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", program, *arguments], capture_output=True, text=True, timeout=100, check=False
     )
 
 
@@ -51,7 +74,7 @@ def result_of(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
     return loaded
 
 
-def wait_until(happens: Callable[[], object], seconds: float = 20.0) -> None:
+def wait_until(happens: Callable[[], object], seconds: float = 90.0) -> None:
     """Poll; AssertionError when it does not happen in time."""
     end = time.monotonic() + seconds
     while not happens():

@@ -3,13 +3,12 @@
 import json
 import os
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from nvme_toys import RING_BAN, TOY, lamina, leftovers, result_of
+from nvme_toys import RING_BAN, TOY, lamina, leftovers, result_of, ticking
 
 from lamina.aio_native import AsyncIO, BackendUnavailableError
 from lamina.bench.nvme import main
@@ -45,10 +44,12 @@ def uring_works() -> bool:
     return True
 
 
-def test_a_toy_run_leaves_nothing_and_says_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    began = time.perf_counter()
+def test_a_toy_run_leaves_nothing_and_says_everything(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = ticking(monkeypatch)
     assert main([*TOY, "--seconds", "1", "--grid", str(tmp_path)]) == 0
-    assert time.perf_counter() - began < 10
+    assert clock.now < 2
     out, err = capsys.readouterr()
     assert leftovers(tmp_path) == []
     for wanted in (
@@ -67,8 +68,8 @@ def test_the_json_of_one_backend(tmp_path: Path, capsys: pytest.CaptureFixture[s
     (path,) = result["paths"]
     assert set(path["best"]) == {"read", "write", "mix"}
     assert {trial["backend"] for trial in path["trials"]} == {backend}
-    assert path["best"]["read"]["read"] > 1e7
-    assert path["best"]["write"]["write"] > 1e6
+    assert path["best"]["read"]["read"] > 0
+    assert path["best"]["write"]["write"] > 0
     assert path["first_write"] > 0
     assert path["written_bytes"] >= 8 << 20
     assert path["direct"] is (path["file_system"] not in ("tmpfs", "ramfs"))
