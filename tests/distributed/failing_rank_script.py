@@ -22,6 +22,7 @@ from lamina.zero import get_full
 
 SHAPE = {"width": 64, "hidden": 128, "blocks": 3, "vocab": 64}  # blocks that are groups of their own
 FAILS_AT = 2  # the step, counted from 0
+TIMEOUT = timedelta(seconds=333)
 
 
 class Skipping(SmallModel):
@@ -123,7 +124,7 @@ def engine_for(case: str, folder: Path) -> TrainingEngine:
 
 def main(case: str, folder: Path) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=77))
+    dist.init_process_group("gloo", timeout=TIMEOUT)
     ended: dict[str, Any] = {"error": ""}
     began = time.perf_counter()
     try:
@@ -136,7 +137,7 @@ def main(case: str, folder: Path) -> None:
         engine = engine_for(case, folder)
         assert {
             lane.group._get_backend(torch.device("cpu")).options._timeout for lane in engine.runtime.ranks.lanes
-        } == {timedelta(seconds=77)}
+        } == {TIMEOUT}
         if case.endswith("left open"):  # no close() but the one at the interpreter's end
             train(engine, case.split(",")[0])
         with engine:

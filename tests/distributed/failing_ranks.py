@@ -13,7 +13,7 @@ from pathlib import Path
 from forked_ranks import start
 
 SCRIPT = Path(__file__).with_name("failing_rank_script.py")
-LIMIT_S = 20.0
+LIMIT_S = 120.0
 
 
 def codes_of(pids: list[int]) -> list[int | None]:

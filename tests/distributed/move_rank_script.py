@@ -227,6 +227,7 @@ def steered(folder: str) -> dict[str, Any]:
             return Measured(link=DISK, read_bytes=64 << 20, written_bytes=64 << 20, busy_s=times * modelled)
 
         steering._measured = slow  # type: ignore[method-assign]
+        steering._new_times = lambda _: None  # type: ignore[method-assign] # how long this machine computes is no part of it
         losses = train(engine, 5)
         factor = question.links.factor(DISK)
         better = Choice.given(question, placed(engine, {0: (HOST, HOST)}))

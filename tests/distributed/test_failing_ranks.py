@@ -11,7 +11,7 @@ import pytest
 
 SCRIPT = Path(__file__).with_name("failing_ranks.py")
 PLACES = ("forward", "backward", "update", "loader")
-SOON_S = 10.0  # of the 77 s that the ranks' timeout is
+SOON_S = 60.0  # of the 333 s that the ranks' timeout is
 
 
 def run(cases: list[str], folder: Path) -> dict[str, Any]:
@@ -19,7 +19,7 @@ def run(cases: list[str], folder: Path) -> dict[str, Any]:
         [sys.executable, str(SCRIPT), str(folder), *cases],
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=550,
         check=False,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
     )
@@ -30,7 +30,7 @@ def run(cases: list[str], folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.distributed
-@pytest.mark.timeout(170)
+@pytest.mark.timeout(600)
 def test_an_error_on_one_rank_ends_all(tmp_path: Path) -> None:
     cases = [f"{place}, {how}" for place in PLACES for how in ("stage 3", "stage 1")] + ["backward, left open"]
     for case, result in run(cases, tmp_path).items():
@@ -44,7 +44,7 @@ def test_an_error_on_one_rank_ends_all(tmp_path: Path) -> None:
 
 
 @pytest.mark.distributed
-@pytest.mark.timeout(170)
+@pytest.mark.timeout(600)
 def test_ranks_that_wait_for_each_other_are_told_what_for(tmp_path: Path) -> None:
     found = run(
         ["skip, stage 3", "one drops, stage 1", "one drops, stage 3", "all drop, stage 1", "all drop, stage 3"],
