@@ -1,5 +1,6 @@
 """A small GPT-like module and its data, with and without a tied head, for tests of the engine."""
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -62,6 +63,21 @@ def train_steps(engine: TrainingEngine, first: int, last: int) -> list[float]:
         engine.step()
         losses.append(loss.item())
     return losses
+
+
+def bytes_read(engine: TrainingEngine) -> int:
+    """So far, by this engine, with all that is read ahead for the next step."""
+    updater, store, io = engine.runtime.updater, engine.runtime.store, engine.runtime.io
+    assert store is not None
+    assert io is not None
+    trained = sum(segment.trainable for segment in engine.runtime.segments)
+    expected, until = min(len(updater.staging), trained), time.monotonic() + 60
+    while len(updater._ahead) < expected:
+        assert time.monotonic() < until, "nothing is read ahead"
+        time.sleep(0.001)
+    store.settle()  # some reads begin when what they read is written
+    io.drain()
+    return io.stats().bytes_read
 
 
 Outcome = tuple[list[float], list[torch.Tensor]]

@@ -2,15 +2,15 @@
 
 from pathlib import Path
 
-from small_model import batch, build, differences, on_nvme, settings, train_with_engine
+from small_model import batch, build, bytes_read, differences, on_nvme, settings, train_with_engine
 
 from lamina.engine import initialize
 
 STEPS = 5
 
 
-def read_bytes(folder: Path, *, device_bytes: int | None) -> float:
-    """Bytes read from NVMe by a step, on average, updated after the backward pass."""
+def bytes_of_a_step(folder: Path, *, device_bytes: int | None) -> float:
+    """Read from NVMe, on average, updated after the backward pass. What is read ahead counts to the step before."""
     more = {} if device_bytes is None else {"device_bytes": device_bytes}
 
     model = build(width=64, hidden=256, blocks=4, tied=False)
@@ -21,18 +21,17 @@ def read_bytes(folder: Path, *, device_bytes: int | None) -> float:
         for index in range(STEPS + 1):
             engine.backward(engine(*batch(index)))
             engine.step()
-            after_first = after_first or engine.runtime.io.stats().bytes_read
+            after_first = after_first or bytes_read(engine)
         assert engine.metrics().link_bytes["host->nvme"] > 0
-        return (engine.runtime.io.stats().bytes_read - after_first) / STEPS
+        return (bytes_read(engine) - after_first) / STEPS
 
 
 def test_a_window_that_holds_everything_reads_each_parameter_once_and_never_for_the_update(tmp_path: Path) -> None:
     stored = sum(parameter.numel() for parameter in build(tied=False).parameters())
-    # Fetched once (2 bytes each), then remainder and both moments (10): 12 instead of 14, and padding to pages. Which of
-    # two steps the first fetches are counted in is a matter of time: 2 bytes over all steps.
-    wide = read_bytes(tmp_path / "wide", device_bytes=None)
+    # Fetched once (2 bytes each), then remainder and both moments (10): 12 instead of 14, and padding to pages.
+    wide = bytes_of_a_step(tmp_path / "wide", device_bytes=None)
     assert wide < 13.2 * stored
-    narrow = read_bytes(tmp_path / "narrow", device_bytes=70_000)
+    narrow = bytes_of_a_step(tmp_path / "narrow", device_bytes=70_000)
     assert narrow > wide + 2 * stored, "one group at a time is fetched for both passes and again for most updates"
 
 

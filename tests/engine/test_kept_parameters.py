@@ -1,12 +1,11 @@
 """Parameters whose fetched copies an update renewed are not read again: exact bytes, the same numbers, and no stale ones."""
 
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from small_model import differences, on_nvme, settings, train_with_engine
+from small_model import bytes_read, differences, on_nvme, settings, train_with_engine
 from torch import nn
 
 from lamina.engine import TrainingEngine, initialize
@@ -42,20 +41,6 @@ def step(engine: TrainingEngine, index: int = 0) -> float:
     engine.backward(loss)
     engine.step()
     return float(loss.detach())
-
-
-def bytes_read(engine: TrainingEngine) -> int:
-    """So far, with the optimizer state that is read ahead for the next step."""
-    updater, io = engine.runtime.updater, engine.runtime.io
-    assert io is not None
-    trained = sum(segment.trainable for segment in engine.runtime.segments)
-    expected, until = min(len(updater.staging), trained), time.monotonic() + 20
-    while len(updater._ahead) < expected or not all(
-        handle.done() for early in tuple(updater._ahead._waiting) for handle in early.handles
-    ):
-        assert time.monotonic() < until, "nothing is read ahead"
-        time.sleep(0.001)
-    return io.stats().bytes_read
 
 
 def config(folder: Path, window: int, **changes: Any) -> dict[str, Any]:
