@@ -17,12 +17,13 @@ DEVICE, HOST, NVME = Tier.DEVICE, Tier.HOST, Tier.NVME
 
 @pytest.fixture(autouse=True)
 def _homes_as_budgets_suggest(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the disk was measured to do, a test knows what it moves."""
+    """Whatever the disk was measured to do, and the steps to take, a test knows what it moves."""
 
     def given(question: PlacementQuestion) -> Choice:
         return Choice.given(question, question.place())
 
     monkeypatch.setattr("lamina.zero.choosing.choose", given)
+    monkeypatch.setattr("lamina.engine.steering.Steering.after_step", lambda *_: None)
 
 
 class Net(nn.Module):
