@@ -1,6 +1,5 @@
 """What every test has in common: neither a profile of this user's disks nor how pytest was started decides what happens."""
 
-import os
 import signal
 from collections.abc import Iterator
 
@@ -16,15 +15,17 @@ ONE_THREAD = ("engine", "zero", "zero_models")
 """Folders of tests that train small matrices: more threads only make them slower, and results must not depend on it anyway."""
 
 
+OF_A_LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""What a shell under torchrun, or in a job of a cluster, has in its environment."""
+
+
 @pytest.fixture(autouse=True, scope="session")
-def _own_cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    before = os.environ.get("XDG_CACHE_HOME")
-    os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
-    yield
-    if before is None:
-        del os.environ["XDG_CACHE_HOME"]
-    else:
-        os.environ["XDG_CACHE_HOME"] = before
+def _own_environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        for name in OF_A_LAUNCHER:
+            patch.delenv(name, raising=False)
+        yield
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -4,6 +4,7 @@ import errno
 import os
 import stat
 import subprocess
+import tempfile
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -88,14 +89,10 @@ def test_size_needs_a_writable_file(io: AsyncIO, path: Path) -> None:
 @pytest.fixture
 def memory_folder() -> Iterator[Path]:
     """A directory on tmpfs."""
-    folder = Path("/dev/shm") / f"lamina-test-{os.getpid()}"
-    if not folder.parent.is_dir():
+    if not os.access("/dev/shm", os.W_OK):
         pytest.skip("no /dev/shm here")
-    folder.mkdir()
-    yield folder
-    for entry in folder.iterdir():
-        entry.unlink()
-    folder.rmdir()
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        yield Path(folder)
 
 
 def test_tmpfs_is_buffered_and_says_so_once(io: AsyncIO, memory_folder: Path) -> None:

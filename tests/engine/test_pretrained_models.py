@@ -2,7 +2,7 @@
 
 import json
 import os
-import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,6 @@ from torch import nn
 from lamina.engine import initialize
 from lamina.zero import GatheredParameters, get_full
 
-MADE_BY_EVIL = Path(tempfile.gettempdir()) / "made by a pickle of lamina's tests"
 SMALL = {"width": 32, "hidden": 64, "blocks": 2}
 
 with pytest.MonkeyPatch.context() as _offline:
@@ -207,11 +206,14 @@ def test_other_pickles_are_not_read_and_indices_stay_inside(tmp_path: Path) -> N
             engine.load_pretrained(tmp_path)
 
 
+@dataclass(frozen=True)
 class Evil:
-    """What a pickle may do when it is loaded."""
+    """What a pickle may do when it is loaded: it makes this folder."""
+
+    folder: Path
 
     def __reduce__(self) -> Any:
-        return os.mkdir, (str(MADE_BY_EVIL),)
+        return os.mkdir, (str(self.folder),)
 
 
 @pytest.mark.parametrize("form", ["one file", "sharded", "wrapped"])
@@ -245,8 +247,8 @@ def test_consolidated_state_dicts_of_deepspeed_are_read(form: str, tmp_path: Pat
 
 
 def test_state_dicts_that_would_run_code_are_refused(tmp_path: Path) -> None:
-    weights = build(**SMALL).state_dict()
-    for name, content in {"evil": {**weights, "x": Evil()}, "empty": {"a": 1}, "garbage": b"no zip file"}.items():
+    weights, evil = build(**SMALL).state_dict(), Evil(tmp_path / "made by a pickle")
+    for name, content in {"evil": {**weights, "x": evil}, "empty": {"a": 1}, "garbage": b"no zip file"}.items():
         path = tmp_path / f"{name}.bin"
         if isinstance(content, bytes):
             path.write_bytes(content)
@@ -257,4 +259,4 @@ def test_state_dicts_that_would_run_code_are_refused(tmp_path: Path) -> None:
             with pytest.raises(ValueError, match=rf"{name}\.bin (holds|cannot be read)"):
                 engine.load_pretrained(path)
             assert all(map(torch.equal, before, [get_full(parameter) for parameter in engine.module.parameters()]))
-    assert not MADE_BY_EVIL.exists()
+    assert not evil.folder.exists()

@@ -1,6 +1,7 @@
 """What the kernel says a process holds: state on NVMe is not in memory, and budgets are of resident bytes (B-07, B-09)."""
 
 import gc
+import mmap
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ SLACK = 12 << 20
 def resident_bytes() -> int:
     gc.collect()
     Heap().give_back()
-    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
 
 
 def train(config: dict[str, Any]) -> tuple[int, dict[str, dict[str, int]]]:

@@ -1,6 +1,7 @@
 """Memory does not grow over steps with evaluation and saves mixed in."""
 
 import gc
+import mmap
 import shutil
 from pathlib import Path
 
@@ -15,7 +16,7 @@ KIB = 1 << 10
 
 
 def resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
 
 
 @pytest.mark.timeout(280)
