@@ -69,9 +69,8 @@ class CoreTurns:
         """In a pass, between two operations: run the call that waits."""
         with self._state:
             self._near = True
-            call, self._waiting = self._waiting, None
-        if call is not None:
-            self._run(call)
+            call = self._waiting
+        if call is not None and self._take(call):
             self._taken_s += call.ended - call.began
 
     def leave(self) -> None:
@@ -86,21 +85,33 @@ class CoreTurns:
             with self._state:
                 self._near = True
                 self._state.wait_for(lambda: self._waiting is not None or reached())
-                call, self._waiting = self._waiting, None
+                call = self._waiting
                 if call is None:
                     self._near = False
                     return
-            self._run(call)
+            self._take(call)
 
     def take_seconds(self) -> float:
         """Seconds that calls took of passes since this was last asked."""
         taken, self._taken_s = self._taken_s, 0.0
         return taken
 
-    def _run(self, call: _Call) -> None:
+    def _take(self, call: _Call) -> bool:
+        """Run a call that waits; False when it does no more. Wherever Ctrl-C comes, it goes on waiting or its thread is told."""
+        taken = False
         try:
-            call.run()
-        finally:
             with self._state:
-                call.done = True
-                self._state.notify_all()
+                taken = self._waiting is call and not call.done
+                if taken:
+                    self._waiting = None
+            if taken:
+                call.run()
+        except BaseException as error:
+            call.error = call.error or error
+            raise
+        finally:
+            if taken:
+                with self._state:
+                    call.done = True
+                    self._state.notify_all()
+        return taken

@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -55,6 +56,22 @@ class Watched(threading.Condition):
         self.waits.append(timeout)
         self.waiting.set()
         return super().wait_for(predicate, timeout)
+
+
+class Cut(Watched):
+    """Ctrl-C comes when ``main`` has given the lock back so many more times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.main = threading.current_thread()
+        self.left = 0
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        if threading.current_thread() is self.main and self.left:
+            self.left -= 1
+            if not self.left:
+                raise KeyboardInterrupt
 
 
 def come_by_until(turns: CoreTurns, done: Callable[[], bool]) -> None:
@@ -145,4 +162,33 @@ def test_a_stop_in_a_call_reaches_both_threads(turns: CoreTurns) -> None:
     with pytest.raises(KeyboardInterrupt):
         come_by_until(turns, lambda: bool(update.ran_in))
     update.join()
+    assert isinstance(update.error, KeyboardInterrupt)
+
+
+def test_ctrl_c_before_a_call_is_taken_up_leaves_it_waiting() -> None:
+    state = Cut()
+    turns = CoreTurns(state, patience_s=10 * LIMIT_S)
+    turns.come_by()
+    update = UpdateThread(turns)
+    assert state.waiting.wait(LIMIT_S)
+    state.left = 1
+    with pytest.raises(KeyboardInterrupt):
+        turns.come_by()
+    turns.come_by()
+    update.join()
+    assert update.ran_in == [threading.current_thread()]
+    assert update.error is None
+
+
+def test_ctrl_c_before_a_call_that_is_taken_up_begins_reaches_both_threads() -> None:
+    state = Cut()
+    turns = CoreTurns(state, patience_s=10 * LIMIT_S)
+    turns.come_by()
+    update = UpdateThread(turns)
+    assert state.waiting.wait(LIMIT_S)
+    state.left = 2
+    with pytest.raises(KeyboardInterrupt):
+        turns.come_by()
+    update.join()
+    assert update.ran_in == []
     assert isinstance(update.error, KeyboardInterrupt)
