@@ -68,9 +68,7 @@ def _backend(config: EngineConfig, edit: str) -> Iterator[Finding]:
 
 
 def _memory(config: EngineConfig) -> Iterator[Finding]:
-    limits = read_memory_limits()
-    locked = config.zero_optimization.offload_optimizer.pin_memory or config.zero_optimization.offload_param.pin_memory
-    allowed, why = limits.allowance(locked=locked)
+    allowed, why = read_memory_limits().allowance(locked=_page_locked(config))
     wanted = config.tiers.host_bytes
     if wanted is None:
         yield finding("tiers.host_bytes", State.OK, f"not given: {format_bytes(allowed)} may be taken ({why})")
@@ -83,6 +81,18 @@ def _memory(config: EngineConfig) -> Iterator[Finding]:
         text if fits else f"{format_bytes(wanted)} wanted, {format_bytes(allowed)} may be taken ({why})",
         "" if fits else f"lower tiers.host_bytes to {allowed} or less, or raise that limit",
     )
+
+
+def _page_locked(config: EngineConfig) -> bool:
+    """Whether host memory will be: only where there is a GPU to copy to."""
+    zero = config.zero_optimization
+    if not (zero.offload_optimizer.pin_memory or zero.offload_param.pin_memory):
+        return False
+    try:
+        import torch
+    except ImportError:
+        return False
+    return torch.cuda.is_available()
 
 
 def _device(config: EngineConfig) -> Iterator[Finding]:
