@@ -132,13 +132,14 @@ with AsyncIO(backend={backend!r}) as io, io.open({str(path)!r}, create=True) as 
 def test_too_little_lockable_memory_means_unregistered_with_one_warning(path: Path) -> None:
     code = f"""
 import ctypes, os, resource, warnings
-from lamina.aio_native import AlignedBuffer, AsyncIO
+from lamina.aio_native import AlignedBuffer, AsyncIO, BufferedIOWarning
 resource.setrlimit(resource.RLIMIT_MEMLOCK, (1 << 20, 1 << 20))
 if os.getuid() == 0:
     os.chown({str(path.parent)!r}, 65534, 65534)
     os.setgroups([]); os.setgid(65534); os.setuid(65534)
 with warnings.catch_warnings(record=True) as seen:
     warnings.simplefilter("always")
+    warnings.simplefilter("ignore", BufferedIOWarning)
     with AsyncIO(backend="uring") as io, AlignedBuffer(64 << 20) as buffer:
         print(io.register(buffer.view), io.register(buffer.view[: 32 << 20]))
         with io.open("data.bin", create=True, size=64 << 20) as file:
@@ -163,6 +164,7 @@ print(len(seen), seen[0].category.__name__, seen[0].message)
         assert word in lines[2]
 
 
+@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")  # from Python 3.12 on: what is tested
 def test_a_forked_child_is_told_and_the_parent_goes_on(io: AsyncIO, path: Path) -> None:
     with io.open(path, create=True, size=MIB) as file:
         handle = io.write(file, bytes(MIB))

@@ -17,10 +17,11 @@ CLAMP, SUBMIT_ALL, COOP_TASKRUN, SINGLE_ISSUER, DEFER_TASKRUN = 1 << 4, 1 << 7, 
 
 CHILD = """
 import json, os, random, sys, warnings
-from lamina.aio_native import AlignedBuffer, AsyncIO, backend_report
+from lamina.aio_native import AlignedBuffer, AsyncIO, BufferedIOWarning, backend_report
 data, back = os.urandom(3_000_017), bytearray(3_000_017)
 with warnings.catch_warnings(record=True) as seen, AsyncIO() as io, AlignedBuffer(4 << 20) as buffer:
     warnings.simplefilter("always")
+    warnings.simplefilter("ignore", BufferedIOWarning)
     registered = io.register(buffer.view)
     buffer.view[:len(data)] = data
     with io.open(sys.argv[1] + "/file", create=True) as file:

@@ -53,7 +53,10 @@ def one(findings: Iterator[Finding], name: str) -> Finding:
     return next(finding for finding in findings if finding.name == name)
 
 
-def test_all_that_is_tried_is_told_and_nothing_is_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_that_is_tried_is_told_and_nothing_is_left(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lamina.bench.doctor_path.IN_MEMORY", ())  # wherever temporary files are
     code = main([str(tmp_path)])
     out = capsys.readouterr().out
     assert code == 0, out

@@ -276,10 +276,10 @@ def test_no_key_of_zero_optimization_is_left_out_of_the_table() -> None:
     assert listed == set(ZERO_KEYS)
 
 
-def test_small_parameters_that_do_not_fit_are_refused_with_their_key() -> None:
+def test_small_parameters_that_do_not_fit_are_refused_with_their_key(tmp_path: Path) -> None:
     zero_block = zero(offload_param={"device": "nvme"}, stage3_param_persistence_threshold=10**6)
     with pytest.raises(PlacementError, match=r"stay whole in device memory for their size .*persistence_threshold"):
-        train(0, **zero_block, tiers={"nvme": ["x"], "device_bytes": 8192})
+        train(0, **zero_block, tiers={"nvme": [str(tmp_path)], "device_bytes": 8192})
 
 
 # -- folders -----------------------------------------------------------------------------------------------------------

@@ -7,12 +7,17 @@ import pytest
 
 from lamina.tiers.device_identity import existing_parent, identify, machine_key
 
+DEVICE = os.makedev(259, 1)
 
-def make_root(
-    root: Path, folder: Path, *, files: dict[str, str], file_system: str = "ext4", source: str = "/dev/x1"
-) -> None:
-    """A tree in which the disk of `folder` is described by `files` of its sysfs folder; it is a partition there."""
-    device = os.stat(folder).st_dev
+
+@pytest.fixture
+def _on_a_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever this machine has its temporary files."""
+    monkeypatch.setattr("lamina.tiers.device_identity._file_device", lambda _: DEVICE)
+
+
+def make_root(root: Path, *, files: dict[str, str], file_system: str = "ext4", source: str = "/dev/x1") -> None:
+    """A tree in which the disk with the number DEVICE is described by `files` of its sysfs folder; it is a partition there."""
     disk = root / "sys" / "devices" / "pci" / "block" / "nvme0n1"
     partition = disk / "nvme0n1p1"
     partition.mkdir(parents=True)
@@ -22,7 +27,7 @@ def make_root(
         (disk / name).write_text(text + "\n")
     links = root / "sys" / "dev" / "block"
     links.mkdir(parents=True)
-    (links / f"{os.major(device)}:{os.minor(device)}").symlink_to(partition)
+    (links / f"{os.major(DEVICE)}:{os.minor(DEVICE)}").symlink_to(partition)
     proc = root / "proc" / "self"
     (proc / "fdinfo").mkdir(parents=True)
     for fd in range(200):
@@ -37,14 +42,16 @@ def make_root(
 FILES = {"device/model": "Fast SSD", "serial": "S123", "size": "2048"}
 
 
+@pytest.mark.usefixtures("_on_a_disk")
 def test_a_partition_is_named_by_its_disk(tmp_path: Path) -> None:
-    make_root(tmp_path / "root", tmp_path, files=FILES)
+    make_root(tmp_path / "root", files=FILES)
     found = identify(tmp_path, root=tmp_path / "root")
     assert (found.model, found.serial, found.capacity_bytes, found.file_system) == ("Fast SSD", "S123", 1 << 20, "ext4")
     assert found.machine == machine_key(tmp_path / "root")
     assert "0123456789abcdef" not in str(found) + found.machine
 
 
+@pytest.mark.usefixtures("_on_a_disk")
 @pytest.mark.parametrize(
     ("files", "serial"),
     [
@@ -56,20 +63,21 @@ def test_a_partition_is_named_by_its_disk(tmp_path: Path) -> None:
     ],
 )
 def test_the_serial_number_is_looked_for_in_several_places(tmp_path: Path, files: dict[str, str], serial: str) -> None:
-    make_root(tmp_path / "root", tmp_path, files=files)
+    make_root(tmp_path / "root", files=files)
     found = identify(tmp_path, root=tmp_path / "root")
     assert (found.serial, found.model) == (serial, "nvme0n")
 
 
+@pytest.mark.usefixtures("_on_a_disk")
 def test_every_field_changes_the_key(tmp_path: Path) -> None:
     keys = set()
     for number, changed in enumerate(
         [{}, {"device/model": "Slow SSD"}, {"serial": "S124"}, {"size": "4096"}],
     ):
         root = tmp_path / str(number)
-        make_root(root, tmp_path, files=FILES | changed)
+        make_root(root, files=FILES | changed)
         keys.add(identify(tmp_path, root=root).key())
-    make_root(tmp_path / "fs", tmp_path, files=FILES, file_system="xfs")
+    make_root(tmp_path / "fs", files=FILES, file_system="xfs")
     keys.add(identify(tmp_path, root=tmp_path / "fs").key())
     (tmp_path / "fs" / "etc" / "machine-id").write_text("another\n")
     keys.add(identify(tmp_path, root=tmp_path / "fs").key())
@@ -77,8 +85,9 @@ def test_every_field_changes_the_key(tmp_path: Path) -> None:
     assert all(len(key) == 16 and int(key, 16) >= 0 for key in keys)
 
 
+@pytest.mark.usefixtures("_on_a_disk")
 def test_without_a_disk_the_source_and_size_of_the_file_system_count(tmp_path: Path) -> None:
-    make_root(tmp_path / "root", tmp_path, files=FILES, file_system="nfs4", source="server:/export")
+    make_root(tmp_path / "root", files=FILES, file_system="nfs4", source="server:/export")
     for link in (tmp_path / "root" / "sys" / "dev" / "block").iterdir():
         link.unlink()
     found = identify(tmp_path, root=tmp_path / "root")

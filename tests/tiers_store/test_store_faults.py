@@ -243,9 +243,10 @@ def test_a_manifest_that_was_renamed_counts(open_store: Open, monkeypatch: pytes
 
 
 LIMITED = """
-    import errno, resource, signal, sys
+    import errno, resource, signal, sys, warnings
     sys.path.insert(0, sys.argv[2])
-    from lamina.aio_native import AsyncIO, AsyncIOError
+    from lamina.aio_native import AsyncIO, AsyncIOError, BufferedIOWarning
+    warnings.simplefilter("ignore", BufferedIOWarning)
     from lamina.tiers.errors import StoreError
     from lamina.tiers.nvme.store import GenerationStore
     from lamina.tiers.tier import NvmePath
