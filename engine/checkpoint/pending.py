@@ -8,10 +8,10 @@ name or removes it, and the others wait until it is not there any more.
 import contextlib
 import functools
 import os
-import threading
 import time
 from collections.abc import Callable
 
+from lamina.tiers.background import Background
 from lamina.tiers.nvme.folder import sync_all
 from lamina.zero.checkpoint import CapturedState
 
@@ -46,8 +46,7 @@ class PendingSave:
         self._world_size = world_size
         self._latest = latest
         self._keep_last = keep_last
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
+        self._background = Background(self._run, "lamina-save")
 
     # -- what is left to do ------------------------------------------------------------------------------------------
 
@@ -74,32 +73,26 @@ class PendingSave:
     # -- behind training ---------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        self._thread = threading.Thread(target=self._run, name="lamina-save")
-        self._thread.start()
+        self._background.start()
 
     def join(self, timeout: float | None) -> None:
         """Raises TimeoutError while it is under way."""
-        if self._thread is not None:
-            self._thread.join(timeout)
-            if self._thread.is_alive():
-                raise TimeoutError(f"{self.path}: the checkpoint is not complete after {timeout} s")
+        if not self._background.wait(timeout):
+            raise TimeoutError(f"{self.path}: the checkpoint is not complete after {timeout} s")
 
     def result(self) -> str:
         """The folder of what has ended. Raises what went wrong."""
-        if self._error is not None:
-            raise self._error
+        if self._background.error is not None:
+            raise self._background.error
         return self.path
 
     def _run(self) -> None:
-        try:
-            if self._world_size == 1:
-                self._alone()
-            elif self._rank == 0:
-                self._lead()
-            else:
-                self._follow()
-        except BaseException as error:  # noqa: BLE001 - raised where the save is waited for
-            self._error = error
+        if self._world_size == 1:
+            self._alone()
+        elif self._rank == 0:
+            self._lead()
+        else:
+            self._follow()
 
     def _alone(self) -> None:
         try:

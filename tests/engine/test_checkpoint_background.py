@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from ctrl_c import ctrl_c_soon
 from small_model import batch, build, on_nvme, settings
 
 from lamina.engine import initialize
@@ -70,6 +71,8 @@ def test_another_file_system_gets_the_saved_step_while_training_goes_on(
         train(engine, 2, 6)
         assert not os.path.exists(path)
         assert not (elsewhere / "latest").exists()
+        with pytest.raises(KeyboardInterrupt), ctrl_c_soon():
+            engine.wait_for_checkpoint()
         with pytest.raises(TimeoutError, match="not complete after"):
             engine.wait_for_checkpoint(timeout=0.01)
         gate.opened.set()

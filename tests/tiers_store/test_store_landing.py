@@ -2,13 +2,13 @@
 
 import ctypes
 import errno
-import signal
 import threading
 import weakref
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from ctrl_c import ctrl_c_soon
 from gated_io import GatedIO
 from store_samples import FROZEN, SHARDS, State, random_state, rank_folder, read_all, write_all
 
@@ -223,24 +223,15 @@ def test_ctrl_c_while_it_is_waited_for_does_not_end_later_waits_early(
     land(store, gate, new, 2)
     wait = Landing.wait
 
-    def wait_and_be_cut(landing: Landing) -> None:
-        signal.setitimer(signal.ITIMER_REAL, 0.02)
-        wait(landing)
-
-    def wait_and_open_the_gate(landing: Landing) -> None:
+    def wait_and_open_the_gate(landing: Landing) -> bool:
         threading.Timer(0.02, gate.open_gate).start()
-        wait(landing)
+        return wait(landing)
 
-    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
-    try:
-        monkeypatch.setattr(Landing, "wait", wait_and_be_cut)
-        with pytest.raises(KeyboardInterrupt):
-            store.settle()
-    finally:
-        signal.signal(signal.SIGALRM, before)
-    monkeypatch.setattr(Landing, "wait", wait_and_open_the_gate)
-    store.begin().abort()
-    monkeypatch.setattr(Landing, "wait", wait)
+    with pytest.raises(KeyboardInterrupt), ctrl_c_soon():
+        store.settle()
+    with monkeypatch.context() as patched:
+        patched.setattr(Landing, "wait", wait_and_open_the_gate)
+        store.begin().abort()
     assert read_all(store) == new
     store.close()
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ctrl_c import ctrl_c_soon
 from store_samples import FROZEN, SHARDS, State, random_state, rank_folder, read_all, write_all
 
 from lamina.aio_native import AsyncIO
@@ -390,6 +391,24 @@ def test_a_pin_in_the_background_lets_training_go_on(tmp_path: Path, open_store:
     assert read_all(store) == latest
     assert store.restore(str(tmp_path / "ckpt")).step == 0
     assert read_all(store) == state
+
+
+def test_ctrl_c_while_a_pin_is_waited_for_does_not_end_later_waits_early(
+    tmp_path: Path, open_store: Open, io: AsyncIO
+) -> None:
+    disk = SlowDisk(io)
+    store = open_store(io=disk)
+    write_all(store, random_state(), 0)
+    pinned = store.pin(str(tmp_path / "ckpt"), background=True)
+    with pytest.raises(KeyboardInterrupt), ctrl_c_soon():
+        pinned.wait()
+    assert not pinned.done()
+    with pytest.raises(TimeoutError):
+        pinned.wait(0.01)
+    disk.release.set()
+    pinned.wait()
+    with PinnedReader(str(tmp_path / "ckpt"), io) as reader:
+        assert reader.step == 0
 
 
 def test_a_flushed_generation_need_not_be_waited_for_again(tmp_path: Path, open_store: Open, io: AsyncIO) -> None:

@@ -9,41 +9,15 @@ store until somebody takes it, so that nobody goes on with a mixture of two gene
 import threading
 from collections.abc import Callable, Sequence
 
+from lamina.tiers.background import Background
 from lamina.tiers.nvme.handle import Part, TransferHandle
 
 
-class Landing:
-    """The thread of one such commit. ``error``: why it failed."""
+class Landing(Background):
+    """One such commit."""
 
     def __init__(self, work: Callable[[], None]) -> None:
-        self.error: Exception | None = None
-        self._work = work
-        self._lock = threading.Lock()
-        self._over = threading.Event()  # a join that Ctrl-C has cut takes the thread for ended ever after
-        self._thread: threading.Thread | None = None  # the one that does it
-
-    def start(self) -> None:
-        """Begin."""
-        # Not a daemon: an interpreter that ends waits for the commit.
-        threading.Thread(target=self._run, name="lamina-commit").start()
-
-    def wait(self) -> None:
-        """Return once it is over, however it ended. Where Ctrl-C cut ``start`` it is begun here."""
-        if self._thread is None:
-            self.start()
-        self._over.wait()
-
-    def _run(self) -> None:
-        with self._lock:
-            if self._thread is not None:
-                return
-            self._thread = threading.current_thread()
-        try:
-            self._work()
-        except Exception as error:  # noqa: BLE001 - the store tells whoever uses it next
-            self.error = error
-        finally:
-            self._over.set()
+        super().__init__(work, "lamina-commit")
 
 
 class LateTransfer(TransferHandle):

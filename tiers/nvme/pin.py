@@ -6,12 +6,12 @@ Where a link cannot be made (another file system), the file is copied in the bac
 import contextlib
 import errno
 import os
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from lamina.aio_native import AsyncIO, File, Priority, crc32c
+from lamina.tiers.background import Background
 from lamina.tiers.errors import StoreError
 from lamina.tiers.nvme.chunk_sums import ChunkSums
 from lamina.tiers.nvme.folder import sync_directory
@@ -67,28 +67,27 @@ class PinnedGeneration:
         self.copy_bytes = copy_bytes
         self.copied_bytes = 0
         self._manifest = manifest
-        self._thread: threading.Thread | None = None
-        self._error: Exception | None = None
+        self._background: Background | None = None
 
     def done(self) -> bool:
         """Whether the directory is complete and durable (or that failed)."""
-        return self._thread is None or not self._thread.is_alive()
+        return self._background is None or self._background.over
 
     def wait(self, timeout: float | None = None) -> None:
         """Return once the directory is complete and durable. Raises what went wrong in the background, or TimeoutError."""
-        if self._thread is not None:
-            self._thread.join(timeout)
-            if self._thread.is_alive():
-                raise TimeoutError(
-                    f"{self.directory}: {self.copied_bytes:,} of {self.copy_bytes:,} bytes copied after {timeout} s"
-                )
-        if self._error is not None:
-            raise self._error
+        if self._background is None:
+            return
+        if not self._background.wait(timeout):
+            raise TimeoutError(
+                f"{self.directory}: {self.copied_bytes:,} of {self.copy_bytes:,} bytes copied after {timeout} s"
+            )
+        if self._background.error is not None:
+            raise self._background.error
 
     def finish(self) -> None:
         """Wait for the background, however it ends; wait() tells."""
-        if self._thread is not None:
-            self._thread.join()
+        if self._background is not None:
+            self._background.wait()
 
     def remove(self) -> None:
         """Delete the directory's files, and the directory if nothing else is in it. A store that was restored from them
@@ -105,17 +104,9 @@ class PinnedGeneration:
             raise
 
     def start(self, work: Callable[["PinnedGeneration"], None]) -> None:
-        """Do what is left to do in the background."""
-
-        def run() -> None:
-            try:
-                work(self)
-            except Exception as error:  # noqa: BLE001 - raised by wait()
-                self._error = error
-                remove_pinned(self.directory, self._manifest)
-
-        self._thread = threading.Thread(target=run, name="lamina-pin")
-        self._thread.start()
+        """The same in the background; wait() tells how it ended."""
+        self._background = Background(lambda: self.complete(work), "lamina-pin")
+        self._background.start()
 
     def __repr__(self) -> str:
         state = "complete" if self.done() else f"{self.copied_bytes:,} of {self.copy_bytes:,} bytes copied"
