@@ -100,8 +100,8 @@ class Updater:
         self._chunks: Iterator[_Chunk] | None = None
         self._ahead = ReadAhead(self.store, self.sub_group_numel)
         self._submitted: list[Segment] = []
-        self._thread = threading.Thread(target=self._work, name="lamina-update", daemon=True)
-        self._thread.start()
+        self._ended = threading.Event()  # a join that Ctrl-C has cut takes the thread for ended ever after
+        threading.Thread(target=self._work, name="lamina-update", daemon=True).start()
 
     # -- called by the training thread ------------------------------------------------------------------------------
 
@@ -181,12 +181,23 @@ class Updater:
         return taken
 
     def close(self) -> None:
+        """Returns when nothing touches the buffers any more, also when Ctrl-C comes meanwhile: they are given back next."""
         self._queue.put(_STOP)
-        self._thread.join()
+        try:
+            self._ended.wait()
+        except BaseException:
+            self._ended.wait()
+            raise
 
     # -- the update thread --------------------------------------------------------------------------------------------
 
     def _work(self) -> None:
+        try:
+            self._take_turns()
+        finally:
+            self._ended.set()
+
+    def _take_turns(self) -> None:
         reading: deque[_InFlight] = deque()
         writing: deque[_InFlight] = deque()
         while True:

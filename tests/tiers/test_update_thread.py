@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from ctrl_c import ctrl_c_soon
 
 from lamina.tiers import Arena, Plane, PlaneSpec, Spans, Tier
 from lamina.zero.adam_update import AdamBatch, AdamHyper
@@ -185,6 +186,31 @@ def test_closing_waits_for_transfers_under_way() -> None:
     store.let_go("write a")
     closed.join(LIMIT_S)
     assert not closed.is_alive()
+
+
+def test_ctrl_c_while_closing_does_not_give_buffers_back_early() -> None:
+    store = HeldStore(lambda name: name == "write a")
+    updater, _, _ = build(store)
+    waits: list[bool] = []
+
+    class Ended(threading.Event):
+        """Ctrl-C comes when it is first waited for; the write ends when it is waited for again."""
+
+        def wait(self, timeout: float | None = None) -> bool:
+            waits.append(self.is_set())
+            if len(waits) > 1:
+                store.let_go("write a")
+                return super().wait(timeout)
+            with ctrl_c_soon():
+                return super().wait(timeout)
+
+    updater._ended = Ended()
+    submit(updater, store, job("a"))
+    assert store.started("write a")
+    with pytest.raises(KeyboardInterrupt):
+        updater.close()
+    assert waits == [False, False]
+    assert updater._ended.is_set()
 
 
 def test_one_buffer_carries_any_number_of_jobs() -> None:
