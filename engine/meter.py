@@ -4,13 +4,15 @@ import os
 import time
 from dataclasses import dataclass
 
-from lamina.tiers import Tier
+from lamina.aio_native import IOStats
+from lamina.tiers import Measured, Tier
+from lamina.tiers.bandwidth import DISK
 from lamina.tiers.spans import STEP
 from lamina.zero import ZeroRuntime
 from lamina.zero.update import ROOM
 
-from .metrics import StepCosts, StepMetrics, lower_bound
-from .steering import Steering, StepWork
+from .metrics import StepCosts, StepMetrics
+from .steering import Steering, StepWork, disk_work
 
 
 @dataclass(kw_only=True)
@@ -46,7 +48,7 @@ class StepMeter:
         self._runtime = runtime
         links = runtime.decision.links
         self._disks = tuple(zip(links.disks, links.disk_shares, strict=True))
-        self._io_before = self._io_bytes()
+        self._io_before = self._io()
         self.steering = Steering(runtime=runtime)
 
     def forward_took(self, began: float) -> None:
@@ -61,12 +63,16 @@ class StepMeter:
         self.clock.backward_s += now - began
         self._runtime.spans.add("compute", "backward", began, now)
 
-    def _io_bytes(self) -> tuple[int, int]:
-        """Bytes read and written so far by this process's I/O."""
-        if self._runtime.io is None:
-            return 0, 0
-        stats = self._runtime.io.stats()
-        return stats.bytes_read, stats.bytes_written
+    def _io(self) -> IOStats | None:
+        return self._runtime.io.stats() if self._runtime.io is not None else None
+
+    def _take_disk_work(self) -> Measured:
+        """What the disks did since this was last asked."""
+        before, now = self._io_before, self._io()
+        self._io_before = now
+        if before is None or now is None:
+            return Measured(link=DISK, read_bytes=0, written_bytes=0, busy_s=0.0)
+        return disk_work(before, now)
 
     def take(self, facts: StepFacts) -> StepMetrics:
         """The metrics of the step that ends now; the next one's clock starts."""
@@ -76,9 +82,7 @@ class StepMeter:
         clock, self.clock = self.clock, Clock(began=now, processor_s=time.process_time())
         step_s = now - clock.began
         runtime.spans.add(STEP, f"{STEP} {facts.step}", clock.began, now)
-        read_before, written_before = self._io_before
-        read, written = self._io_before = self._io_bytes()
-        read_bytes, written_bytes = read - read_before, written - written_before
+        disk = self._take_disk_work()
         fetches, update = runtime.executor.take_counters(), runtime.updater.take_counters()
         turns_s = runtime.updater.turns.take_seconds()
         fetched = fetches.fetched_bytes
@@ -87,14 +91,17 @@ class StepMeter:
             compute_s=max(0.0, clock.forward_s + clock.backward_s - sum(stalled.values()) - turns_s),
             adam_s=update.adam_s,
             forward_backward_io_s=self._io_seconds(fetched, 0),
-            update_io_s=self._io_seconds(max(0, read_bytes - fetched), written_bytes),
+            update_io_s=self._io_seconds(max(0, disk.read_bytes - fetched), disk.written_bytes),
             ahead_io_s=self._io_seconds(update.ahead_bytes, 0),
             late_io_s=self._io_seconds(0, update.late_bytes),
             cores_s=(processor_s - clock.processor_s) / len(os.sched_getaffinity(0)),
+            busy_io_s=min(disk.busy_s, step_s),
+            barrier=not runtime.early_segments,
+            shared_cores=runtime.options.accelerator is None,
         )
         if not facts.skipped:
             self._steer(clock, costs, update.parameters, facts)
-        links = {"nvme->host": read_bytes, "host->nvme": written_bytes} if runtime.store else {}
+        links = {"nvme->host": disk.read_bytes, "host->nvme": disk.written_bytes} if runtime.store else {}
         return StepMetrics(
             step=facts.step,
             step_s=step_s,
@@ -111,10 +118,9 @@ class StepMeter:
                 str(Tier.HOST): runtime.host.peak + runtime.placement.own_bytes,
                 str(Tier.NVME): runtime.placement.nvme_bytes + runtime.saved_inputs.file_bytes,
             },
-            nvme_written_bytes=written,
-            lower_bound_s=lower_bound(
-                costs, barrier=not runtime.early_segments, shared_cores=runtime.options.accelerator is None
-            ),
+            nvme_written_bytes=self._io_before.bytes_written if self._io_before is not None else 0,
+            lower_bound_s=costs.lower_bound_s,
+            costs=costs,
             grad_norm=facts.grad_norm,
             lr=facts.lr,
             loss_scale=facts.loss_scale,

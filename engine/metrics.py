@@ -1,8 +1,58 @@
 """What a step cost: times, bytes and bandwidths of links, peaks of tiers, and how far from the bound it was."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from math import inf
 from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepCosts:
+    """What a step's channels had to do; all times in seconds, of one rank.
+
+    ``barrier``: updates wait for the passes. ``shared_cores``: Adam and the model compute on the same cores at the same time.
+    """
+
+    compute_s: float  # forward and backward without stalls
+    adam_s: float
+    forward_backward_io_s: float  # bytes over measured bandwidth
+    update_io_s: float
+    cores_s: float  # processor time of the whole step, spread evenly over the cores this process may use
+    ahead_io_s: float = 0.0  # of the update's reads, those that were issued before it
+    late_io_s: float = 0.0  # of its writes, those that ended after it
+    barrier: bool = False
+    shared_cores: bool = True
+    busy_io_s: float = inf  # in which the disks had anything to do
+
+    @property
+    def io_s(self) -> float:
+        """Of all that was read and written."""
+        return self.forward_backward_io_s + self.update_io_s
+
+    def with_io_s(self, seconds: float) -> "StepCosts":
+        """The same where the disks need so long for all of it."""
+        factor = seconds / self.io_s if self.io_s else 0.0
+        names = ("forward_backward_io_s", "update_io_s", "ahead_io_s", "late_io_s")
+        return replace(self, **{name: factor * getattr(self, name) for name in names})
+
+    @property
+    def lower_bound_s(self) -> float:
+        """Least time of a step (DESIGN, one training step).
+
+        With an update barrier: the slowest channel of forward and backward, plus the slowest of the update, less the reads ahead
+        and late writes that fit under the passes. Without: the slowest channel over all. On shared cores each of Adam and the
+        model makes the other take longer than it need; what is sure is the processor time, but for that of threads which wait
+        awake while neither computes, and the passes less all that Adam can have taken. Disks that were faster than their rates
+        say have needed no longer than they were busy.
+        """
+        costs = self.with_io_s(min(self.io_s, self.busy_io_s))
+        if costs.barrier:
+            hidden = min(costs.ahead_io_s + costs.late_io_s, max(0.0, costs.compute_s - costs.forward_backward_io_s))
+            return max(costs.compute_s, costs.forward_backward_io_s) + max(costs.adam_s, costs.update_io_s - hidden)
+        if not costs.shared_cores:
+            return max(costs.compute_s, costs.adam_s, costs.io_s)
+        cores_s = min(costs.cores_s, costs.compute_s + costs.adam_s)
+        return max(costs.compute_s - costs.adam_s, cores_s, costs.adam_s, costs.io_s)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -12,8 +62,8 @@ class StepMetrics:
     ``forward_s`` and ``backward_s`` include stalls: the training thread waited for a link, or for "gradient room", the memory
     of gradients whose update is still to be done. ``update_s`` is the time after the backward pass until every
     sub-group was updated and its writes were under way; ``commit_s`` what making the generation current took of ``step()``,
-    most of which goes on after it. What is written then is counted with the step that it happens in. ``lower_bound_s`` is
-    explained in ``lower_bound``.
+    most of which goes on after it. What is written then is counted with the step that it happens in. ``lower_bound_s`` is that of
+    the step's ``costs``, with the disks' rates of the probe or profile at the start.
     """
 
     step: int
@@ -29,6 +79,7 @@ class StepMetrics:
     peak_bytes: Mapping[str, int] = field(default_factory=dict)  # by tier
     nvme_written_bytes: int = 0  # since the start: the drive's wear
     lower_bound_s: float = 0.0
+    costs: StepCosts | None = None
     grad_norm: float = 0.0
     lr: float = 0.0
     loss_scale: float = 1.0
@@ -51,31 +102,3 @@ class StepMetrics:
             "lower_bound_ratio": self.lower_bound_ratio,
             "stalled_share": self.stalled_share,
         }
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepCosts:
-    """What a step's channels had to do; all times in seconds, of one rank."""
-
-    compute_s: float  # forward and backward without stalls
-    adam_s: float
-    forward_backward_io_s: float  # bytes over measured bandwidth
-    update_io_s: float
-    cores_s: float  # processor time of the whole step, spread evenly over the cores this process may use
-    ahead_io_s: float = 0.0  # of the update's reads, those that were issued before it
-    late_io_s: float = 0.0  # of its writes, those that ended after it
-
-
-def lower_bound(costs: StepCosts, *, barrier: bool, shared_cores: bool) -> float:
-    """Least time of a step (DESIGN, one training step).
-
-    With an update barrier: the slowest channel of forward and backward, plus the slowest of the update, less the reads ahead
-    and late writes that fit under the passes. Without: the slowest channel over all. ``shared_cores``: Adam and the model
-    compute on the same cores at the same time, so each makes the other take longer than it need; what is sure is the processor
-    time, and the passes less all that Adam can have taken.
-    """
-    if barrier:
-        hidden = min(costs.ahead_io_s + costs.late_io_s, max(0.0, costs.compute_s - costs.forward_backward_io_s))
-        return max(costs.compute_s, costs.forward_backward_io_s) + max(costs.adam_s, costs.update_io_s - hidden)
-    passes = max(costs.compute_s - costs.adam_s, costs.cores_s) if shared_cores else costs.compute_s
-    return max(passes, costs.adam_s, costs.forward_backward_io_s + costs.update_io_s)
