@@ -11,8 +11,10 @@ import importlib
 import importlib.util
 import json
 import os
+import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
@@ -25,6 +27,8 @@ import torch  # noqa: E402
 
 Build = Callable[[], torch.nn.Module]
 BATCHES = 4
+LOOKS = 5
+"""How often the disk is looked at, before and after the measured steps."""
 SEED = 7
 
 
@@ -52,6 +56,10 @@ class System(Protocol):
 
     def step(self) -> None: ...
 
+    def look_around(self) -> None:
+        """Measure what this machine can do just now. Called once before the measured steps and once after them."""
+        ...
+
     def close(self) -> dict[str, Any]:
         """End, and tell what only this system knows."""
         ...
@@ -72,6 +80,9 @@ class EngineSystem:
     def step(self) -> None:
         self.engine.step()
 
+    def look_around(self) -> None:
+        pass
+
 
 class Lamina(EngineSystem):
     """lamina's engine."""
@@ -81,12 +92,41 @@ class Lamina(EngineSystem):
         with importlib.import_module("lamina.zero").Init(config=job["config"]):
             model = build()
         self.engine = initialize(model=model, config=job["config"])[0]
+        self.folders = job["config"].get("tiers", {}).get("nvme", [])
+        self.metrics: deque[Any] = deque(maxlen=job["steps"])
+        self.disk_s: list[float] = []
+        """For each byte of such a step, by looking at the disk before and after them."""
+
+    def step(self) -> None:
+        super().step()
+        self.metrics.append(self.engine.metrics())
+
+    def look_around(self) -> None:
+        """Of the disk: the bytes of the last step, each way."""
+        read, written = (self.metrics[-1].link_bytes.get(link, 0) for link in ("nvme->host", "host->nvme"))
+        if not self.folders or not read + written:
+            return
+        job = {"folder": self.folders[0], "read_bytes": read, "written_bytes": written, "rounds": LOOKS}
+        command = [sys.executable, "-m", "lamina.bench.frontier_disk", json.dumps(job)]
+        told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        self.disk_s += [seconds / (read + written) for seconds in json.loads(told)]
 
     def close(self) -> dict[str, Any]:
-        """What only lamina tells: bytes of the tiers, and its lower bound."""
-        metrics = self.engine.metrics()
+        """What only lamina tells: bytes of the tiers, and the lower bound of its steps: by the disk's rate as it was just before
+        and after them, where it was used."""
+        peaks = dict(self.engine.metrics().peak_bytes)
         self.engine.close()
-        return {"tiers": dict(metrics.peak_bytes), "lower_bound_s": metrics.lower_bound_s}
+        return {
+            "tiers": peaks,
+            "lower_bound_s": median(map(self._bound, self.metrics)),
+            "disk_s_per_byte": self.disk_s,
+        }
+
+    def _bound(self, metrics: Any) -> float:
+        costs = metrics.costs
+        if self.disk_s:
+            costs = costs.with_io_s(median(self.disk_s) * sum(metrics.link_bytes.values()))
+        return float(costs.lower_bound_s)
 
 
 class Torch:
@@ -114,6 +154,9 @@ class Torch:
         self.optimizer.zero_grad(set_to_none=True)
         with torch.no_grad():
             torch._foreach_copy_(self.params, self.masters)
+
+    def look_around(self) -> None:
+        pass
 
     def close(self) -> dict[str, Any]:
         return {}
@@ -181,6 +224,10 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
     rows, losses = [], []
     first_step_at = 0.0
     for index in range(job["warm_up"] + job["steps"]):
+        if (
+            0 < index == job["warm_up"] - 1
+        ):  # the step after it is not counted: while the disk is looked at, others' work ends
+            system.look_around()
         start = time.perf_counter()
         loss = system.forward(*data[index % BATCHES])
         forward = time.perf_counter()
@@ -190,6 +237,7 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
         rows.append((forward - start, backward - forward, time.perf_counter() - backward))
         losses.append(float(loss.detach()))
         first_step_at = first_step_at or age()
+    system.look_around()
     peak = resident()[1]
     kept = rows[job["warm_up"] :]
     return {

@@ -15,7 +15,7 @@ from .order import Claim, Order
 from .placement import Placement, PlacementError
 from .placer import place
 from .plan import Action, Verb, format_plan, parse_plan
-from .probe import DiskSpeed, probe_disk
+from .probe import DiskSpeed, probe_disk, probe_mix
 from .question import PlacementQuestion
 from .replan import Replanner, Revision
 from .residency import Residency
@@ -85,6 +85,7 @@ __all__ = [
     "parse_plan",
     "place",
     "probe_disk",
+    "probe_mix",
     "simulate",
     "simulate_ranks",
 ]

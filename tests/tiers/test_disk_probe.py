@@ -7,7 +7,7 @@ import pytest
 from throttled_io import HandClock, ThrottledIO
 
 from lamina.aio_native import AlignedBuffer, AsyncIO
-from lamina.tiers import DiskSpeed, probe_disk
+from lamina.tiers import DiskSpeed, probe_disk, probe_mix
 
 
 @pytest.mark.parametrize("nbytes", [1 << 20, (20 << 20) + 4096])
@@ -42,3 +42,35 @@ def test_it_agrees_with_plain_transfers_of_the_same_size(tmp_path: Path, monkeyp
 
 def test_times_of_both_directions_add_up() -> None:
     assert DiskSpeed(read=2.0, write=4.0, direct=True).seconds(4, 4) == pytest.approx(3.0)
+
+
+@pytest.mark.parametrize(("read_bytes", "written_bytes"), [(3 << 20, 5 << 20), (2 << 20, 0), (0, 2 << 20), (1, 1)])
+def test_a_mix_moves_each_direction_s_bytes_twice_a_round(read_bytes: int, written_bytes: int, tmp_path: Path) -> None:
+    moved_read, moved_written = (-(-nbytes // (1 << 20)) << 20 for nbytes in (read_bytes, written_bytes))
+    with AsyncIO() as io:
+        began = time.perf_counter()
+        seconds = probe_mix(io, tmp_path, read_bytes=read_bytes, written_bytes=written_bytes, rounds=4)
+        passed = time.perf_counter() - began
+        stats = io.stats()
+    assert len(seconds) == 4
+    assert stats.bytes_read == 8 * moved_read
+    assert stats.bytes_written == 8 * moved_written + moved_read + moved_written, "once to fill the file"
+    assert 0 < 2 * sum(seconds) <= passed, "the quicker of two ways counts"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_of_a_large_mix_a_part_is_moved_in_the_same_proportion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lamina.tiers.probe.MIX_BYTES", 8 << 20)
+    with AsyncIO() as io:
+        began = time.perf_counter()
+        (seconds,) = probe_mix(io, tmp_path, read_bytes=300 << 20, written_bytes=100 << 20, rounds=1)
+        passed = time.perf_counter() - began
+        stats = io.stats()
+    assert (stats.bytes_read, stats.bytes_written) == (2 * 6 << 20, (2 * 2 << 20) + (8 << 20))
+    assert seconds * 8 / 400 < passed, "scaled to all of the bytes"
+
+
+@pytest.mark.parametrize(("read_bytes", "written_bytes"), [(0, 0), (-1, 5)])
+def test_nothing_to_move_is_refused(read_bytes: int, written_bytes: int, tmp_path: Path) -> None:
+    with AsyncIO() as io, pytest.raises(ValueError, match="at least one byte"):
+        probe_mix(io, tmp_path, read_bytes=read_bytes, written_bytes=written_bytes)

@@ -8,6 +8,7 @@ import pytest
 from lamina.bench.frontier import Runs, _sound, main, parse, points_of, verdicts
 from lamina.bench.frontier_modes import Mode, peer_modes
 from lamina.bench.frontier_plot import draw
+from lamina.bench.frontier_run import LOOKS
 
 
 def runs(system: str, name: str, step_s: float, peak: float, losses: tuple[float, ...] = (5.0, 4.0)) -> Runs:
@@ -97,11 +98,14 @@ def test_a_toy_frontier_has_equal_losses_and_leaves_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    arguments = ["--sizes", "toy", "--rounds", "1", "--steps", "2", "--warm-up", "1", "--nvme-path", str(tmp_path)]
+    arguments = ["--sizes", "toy", "--rounds", "1", "--steps", "2", "--warm-up", "2", "--nvme-path", str(tmp_path)]
     assert main([*arguments, "--budgets", "1+8", "--only", "torch|B/param", "--json"]) == 0
     plain, streamed = json.loads(capsys.readouterr().out)["sizes"]["toy"]["runs"]
     assert plain["loss_gap"] == 0
     assert streamed["loss_gap"] < 0.03
-    assert streamed["results"][0]["tiers"]["nvme"] > 0
+    (result,) = streamed["results"]
+    assert result["tiers"]["nvme"] > 0
+    assert 0 < result["lower_bound_s"] <= result["step_s"] * 2, "medians of the same two steps"
+    assert len(result["disk_s_per_byte"]) == 2 * LOOKS, "before and after them"
     assert 0.3 < plain["results"][0]["first_step_at_s"] < 100
     assert list(tmp_path.iterdir()) == []
