@@ -60,7 +60,7 @@ class Replanner:
 
     def _revise(self, question: PlacementQuestion, link: str) -> Revision:
         expected = question.predict(self.choice.placement)
-        other = replace(choose(self._about_whole_segments(question)), question=question)
+        other = choose(question)
         gain = 1 - other.predicted.step_s / expected.step_s if expected.step_s else 0.0
         better = other if gain >= WORTH_MOVING and other.placement.homes != self.choice.placement.homes else None
         self.choice = replace(self.choice, question=question, predicted=expected)
@@ -73,11 +73,6 @@ class Replanner:
         )
         self.revisions.append(revision)
         return revision
-
-    def _about_whole_segments(self, question: PlacementQuestion) -> PlacementQuestion:
-        """While training segments move as a whole; one whose state is divided stays, since its files hold the rest."""
-        divided = {name: home for name, home in self.choice.placement.homes.items() if home.kept}
-        return replace(question, wishes=replace(question.wishes, divide_state=False), fixed=divided)
 
     def adopt(self, better: Choice) -> None:
         """The state was moved: from now on this is the present placement."""

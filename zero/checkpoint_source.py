@@ -73,13 +73,16 @@ class RankPart:
         if filed:
             self.file().read(segment, plane, offset, into[:filed])
         if filed < len(into):
-            self._read_pinned(segment, plane, offset + filed - border, into[filed:])
+            self._read_pinned(segment, plane, offset + filed, into[filed:])
 
     def _read_pinned(self, segment: str, plane: str, offset: int, into: memoryview) -> None:
+        """From byte ``offset`` of the whole plane on, of which the generation has the end."""
         pinned = self.pinned()
         # Only whole chunks can be checked.
         size = pinned.manifest.chunk_bytes
         shard = next(spec for spec in pinned.shards if spec.name == segment)
+        itemsize = next(spec.itemsize for spec in shard.planes if spec.plane == plane)
+        offset -= (self.segments[segment].shard_numel - shard.numel) * itemsize
         first = offset // size * size
         last = min(shard.plane_bytes(Plane(plane)), -(-(offset + len(into)) // size) * size)
         if (first, last) == (offset, offset + len(into)):

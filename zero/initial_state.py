@@ -82,9 +82,8 @@ class InitialState:
     def _write(self, segment: Segment, transaction: Transaction) -> None:
         if self._staging is None:
             raise RuntimeError(f"{segment.name} is to live on NVMe but there is no store")
-        numel = segment.layout.shard_numel - segment.kept
-        shard_begin = segment.layout.shard_range(segment.rank)[0] + segment.kept
-        for begin in range(0, numel, self._chunk_numel):
+        numel, shard_begin = segment.layout.shard_numel, segment.layout.shard_range(segment.rank)[0]
+        for begin in range(segment.kept, numel, self._chunk_numel):
             count = min(self._chunk_numel, numel - begin)
             planes = self._fill(segment, shard_begin + begin, count)
             handles = []

@@ -7,6 +7,11 @@ state is on NVMe are there, too: to leave memory they are let go of, to come the
 are copied from one memory to the other. Until the step that carries it is committed nothing has happened, so a failed or
 skipped step only puts a move off.
 
+[Note: divided states] A state of which memory keeps the front leaves as one that memory has all of: the generation that carries
+it holds the front, too. Another part of it, or all, then comes into memory as from any state on NVMe. So does what is to lie in
+another memory: at no time does it take room twice. Where memory lies so that something finds no place, everything leaves and
+comes back.
+
 [Note: moves on several ranks] All ranks begin a move between the same two steps, and after each step that may have carried it
 they tell each other how far they are: it is completed when all have committed what leaves memory and have room for what
 comes, given up when one of them cannot, and goes on with the next step otherwise. A rank whose step fails raises as without
@@ -14,15 +19,16 @@ a move, and the others wait for it where they would wait anyway, in their next c
 """
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from lamina.aio_native import Priority
-from lamina.tiers import Block, Placement, Plane, SpaceError, Tier, Transaction
+from lamina.tiers import Block, Home, Placement, Plane, SpaceError, Tier, Transaction
 from lamina.tiers.nvme.transaction import TransactionState
 
 from .memory import tensor_over
+from .move_plan import Arrival, MovePlan, home_nbytes
 from .move_rules import home_of, why_not
 from .segment import Segment
 
@@ -30,33 +36,19 @@ if TYPE_CHECKING:
     from .runtime import ZeroRuntime
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Arrival:
-    """Parameters or state that come into memory, in blocks of these sizes. ``source``: parameters are copied from there, and
-    it is given back then; None: they are read from NVMe."""
-
-    segment: Segment
-    is_state: bool
-    tier: Tier
-    sizes: Sequence[int]
-    source: Block | None = None
-    source_tier: Tier = Tier.NVME
-
-
 class Migration:
     """Carries out one change of placement at a time, between steps. Used by the training thread only."""
 
     def __init__(self, runtime: "ZeroRuntime") -> None:
         self._runtime = runtime
-        self._target: Placement | None = None
-        self._leaving: list[Segment] = []
+        self._plan: MovePlan | None = None
         self._carried: Transaction | None = None
         self._refused = False
 
     @property
     def under_way(self) -> bool:
         """Whether a change was begun and is not complete. The same on all ranks."""
-        return self._target is not None
+        return self._plan is not None
 
     def obstacle(self, target: Placement) -> str | None:
         """Why this rank's state cannot be moved to a placement, as a clause; None when it can."""
@@ -70,8 +62,12 @@ class Migration:
 
     def begin(self, target: Placement) -> None:
         """Move to a placement without obstacle, with the next steps. On all ranks between the same two steps."""
-        self._target = target
-        self._leaving = self._that_leave(target)
+        self._plan = self._way_to(target)
+
+    @property
+    def _leaving(self) -> Sequence[Segment]:
+        """Those whose state the coming generations are to hold, too."""
+        return self._plan.leaving if self._plan is not None and not self._refused else ()
 
     # -- around the generation that a step writes ----------------------------------------------------------------------
 
@@ -82,15 +78,16 @@ class Migration:
         try:
             self._leave_out(besides=self._leaving)
         except SpaceError:  # a checkpoint that was made meanwhile has the room
-            self._refused, self._leaving = True, []
+            self._refused = True
 
     def write(self, transaction: Transaction) -> None:
         """Into the generation, once everything is updated: the state that leaves memory."""
         handles = []
         for segment in self._leaving:
             for spec in segment.planes:
-                view = segment.home_shard() if spec.plane is Plane.PARAM else segment.state[spec.plane].view
-                handles.append(transaction.write(segment.name, spec.plane, view))
+                memory = segment.home_shard() if spec.plane is Plane.PARAM else segment.state[spec.plane].view
+                front = memory[: segment.numel_in_place * spec.itemsize]
+                handles.append(transaction.write(segment.name, spec.plane, front))
         for handle in handles:
             handle.wait()
         self._carried = transaction
@@ -104,40 +101,40 @@ class Migration:
     def after_commit(self) -> bool:
         """Between two steps: complete the change if what leaves memory has arrived, on all ranks. True when homes have changed.
         Collective while a change is under way."""
-        target, leaving = self._target, self._leaving
-        if target is None:
+        plan = self._plan
+        if plan is None:
             return False
-        carried = not leaving or (self._carried is not None and self._carried.state is TransactionState.COMMITTED)
-        order = None if self._refused or not carried else self._order(target)
+        carried = not self._leaving or (self._carried is not None and self._carried.state is TransactionState.COMMITTED)
+        order = None if self._refused or not carried else self._order(plan)
         given_up = self._refused or (carried and isinstance(order, Tier))
         waits, given_up = self._runtime.ranks.union([not carried, given_up], "completing a move of state together")
         if waits and not given_up:
             return False
-        self._target, self._leaving, self._carried, self._refused = None, [], None, False
+        self._plan, self._carried, self._refused = None, None, False
         if given_up or order is None or isinstance(order, Tier):
             with contextlib.suppress(SpaceError):
                 self._leave_out()
             return False
-        self._settle(target, leaving, order)
+        self._settle(plan, order)
         return True
 
     # -- the change of homes -------------------------------------------------------------------------------------------
 
-    def _settle(self, target: Placement, leaving: list[Segment], order: Sequence[_Arrival]) -> None:
+    def _settle(self, plan: MovePlan, order: Sequence[Arrival]) -> None:
         runtime = self._runtime
         runtime.executor.invalidate()
         was_streamed = {segment.name for segment in runtime.segments if not segment.in_place}
         runtime.gradients.give_up_places()
-        for segment in leaving:
+        for segment in plan.leaving:
             for block in segment.state.values():
                 block.free()
             segment.state.clear()
-            segment.state_tier = Tier.NVME
-        for segment in self._let_go(target):
+            runtime.residence.settle(segment, Home(param=segment.param_tier, state=Tier.NVME))
+        for segment in plan.let_go:
             self._let_parameters_go(segment)
         for arrival in order:
-            if arrival.is_state:
-                self._take_state(arrival.segment, arrival.tier)
+            if arrival.state is not None:
+                self._take_state(arrival.segment, arrival.state, arrival.tier)
             elif arrival.source is not None:
                 self._copy_parameters(arrival.segment, arrival.source, arrival.tier)
             else:
@@ -146,7 +143,7 @@ class Migration:
             SpaceError
         ):  # then what has left is carried over for nothing, which is slower, not wrong
             self._leave_out()
-        runtime.residence.placement = target
+        runtime.residence.placement = plan.target
         runtime.homes_changed()
         if {segment.name for segment in runtime.segments if not segment.in_place} - was_streamed:
             runtime.executor.forget_trace()  # uses of what was at home were not recorded
@@ -162,7 +159,7 @@ class Migration:
 
     def _take_parameters(self, segment: Segment, tier: Tier) -> None:
         """Out of the current generation: this rank's shard, and where every rank keeps all of them the others' from them."""
-        block = self._alloc(tier, _home_nbytes(segment), f"parameters of {segment.name}")
+        block = self._alloc(tier, home_nbytes(segment), f"parameters of {segment.name}")
         shard = block.view[segment.home_offset : segment.home_offset + segment.shard_nbytes]
         self._read(segment, {Plane.PARAM: shard})
         if segment.replicated and segment.layout.world_size > 1:
@@ -184,15 +181,17 @@ class Migration:
             if segment.flat is not None and segment.nbytes:
                 self._runtime.state.bound[segment.flat.data_ptr()] = segment
 
-    def _take_state(self, segment: Segment, tier: Tier) -> None:
+    def _take_state(self, segment: Segment, home: Home, tier: Tier) -> None:
+        """All of it, or the front that is to be kept."""
+        numel = home.kept or segment.layout.shard_numel
         blocks: dict[Plane, Block] = {
-            spec.plane: self._alloc(tier, segment.layout.shard_numel * spec.itemsize, f"{spec.plane} of {segment.name}")
+            spec.plane: self._alloc(tier, numel * spec.itemsize, f"{spec.plane} of {segment.name}")
             for spec in segment.planes
             if spec.plane is not Plane.PARAM
         }
         self._read(segment, {plane: block.view for plane, block in blocks.items()})
         segment.state.update(blocks)
-        segment.state_tier = tier
+        self._runtime.residence.settle(segment, replace(home, param=segment.param_tier))
 
     def _read(self, segment: Segment, views: Mapping[Plane, memoryview]) -> None:
         """Fill memory with this rank's shard of planes in the current generation."""
@@ -211,40 +210,49 @@ class Migration:
         store, stay = self._runtime.store, {segment.name for segment in besides}
         if store is None:
             return
+        goes = [segment for segment in self._runtime.segments if segment.trainable and segment.name not in stay]
         store.leave_out(
-            segment.name
-            for segment in self._runtime.segments
-            if segment.trainable and not segment.stored_planes and segment.name not in stay
+            [segment.name for segment in goes if not segment.stored_planes],
+            {segment.name: segment.kept for segment in goes if segment.kept},
         )
 
     # -- room ------------------------------------------------------------------------------------------------------------
 
     def _no_room(self, target: Placement) -> str | None:
         """Whether memory lies so that everything finds a place in one piece, and the disk has room."""
-        order = self._order(target)
+        plan = self._way_to(target)
+        order = self._order(plan)
         if isinstance(order, Tier):
             return f"no hole of the {order} tier would be large enough"
         try:
-            self._leave_out(besides=self._that_leave(target))
+            self._leave_out(besides=plan.leaving)
         except SpaceError as error:
             return str(error)
         self._leave_out()
         return None
 
-    def _order(self, target: Placement) -> list[_Arrival] | Tier:
+    def _way_to(self, target: Placement) -> MovePlan:
+        """The one that moves least, if memory lies so that everything finds a place."""
+        plan = MovePlan(self._runtime.segments, target)
+        return MovePlan(self._runtime.segments, target, anew=True) if isinstance(self._order(plan), Tier) else plan
+
+    def _order(self, plan: MovePlan) -> list[Arrival] | Tier:
         """An order in which everything that comes into memory finds a place, after what goes is gone; where there is none, the
         tier that is too small. A copy gives its source back, which may be what another one waits for."""
         runtime = self._runtime
         runtime.executor.invalidate()
         trials = {tier: runtime.residence.arena(tier).trial() for tier in (Tier.DEVICE, Tier.HOST)}
-        for tier, block in self._going(target):
+        for block in runtime.gradients.reserved():
+            trials[Tier.HOST].give(block)
+        for tier, block in plan.given_back():
             trials[tier].give(block)
-        order: list[_Arrival] = []
-        waiting = list(self._arrivals(target))
+        order: list[Arrival] = []
+        waiting = list(plan.arrivals())
         while waiting:
-            still_waiting = []
+            still_waiting: list[Arrival] = []
             for arrival in waiting:
-                if not trials[arrival.tier].take(arrival.sizes):
+                behind = arrival.state is not None and any(arrival.segment is other.segment for other in still_waiting)
+                if behind or not trials[arrival.tier].take(arrival.sizes):
                     still_waiting.append(arrival)
                     continue
                 order.append(arrival)
@@ -253,69 +261,8 @@ class Migration:
             if len(still_waiting) == len(waiting):
                 return waiting[0].tier
             waiting = still_waiting
-        transient = runtime.early_updates.transient_gradients(target.homes)
+        transient = runtime.early_updates.transient_gradients(plan.target.homes)
         if not trials[Tier.HOST].take(runtime.gradients.sizes_for(transient)):
             return Tier.HOST
-        window = target.device_items.get("window of fetched groups", 0)
+        window = plan.target.device_items.get("window of fetched groups", 0)
         return order if trials[Tier.DEVICE].take([window]) else Tier.DEVICE
-
-    def _going(self, target: Placement) -> Iterator[tuple[Tier, Block]]:
-        """Blocks that are given back before anything comes."""
-        for block in self._runtime.gradients.reserved():
-            yield Tier.HOST, block
-        for segment in self._that_leave(target):
-            for block in segment.state.values():
-                yield segment.state_tier, block
-        for segment in self._let_go(target):
-            if segment.home is not None:
-                yield segment.param_tier, segment.home
-
-    def _arrivals(self, target: Placement) -> Iterator[_Arrival]:
-        let_go = {segment.name for segment in self._let_go(target)}
-        for segment in self._runtime.segments:
-            tier = target.homes[segment.name].param
-            if tier in (Tier.NVME, segment.param_tier):
-                continue
-            source = None if segment.name in let_go else segment.home
-            yield _Arrival(
-                segment=segment,
-                is_state=False,
-                tier=tier,
-                sizes=[_home_nbytes(segment)],
-                source=source,
-                source_tier=segment.param_tier,
-            )
-        for segment in self._runtime.segments:
-            tier = target.homes[segment.name].state
-            if tier is not Tier.NVME and segment.trainable and segment.state_tier is Tier.NVME:
-                sizes = [
-                    segment.layout.shard_numel * spec.itemsize
-                    for spec in segment.planes
-                    if spec.plane is not Plane.PARAM
-                ]
-                yield _Arrival(segment=segment, is_state=True, tier=tier, sizes=sizes)
-
-    def _that_leave(self, target: Placement) -> list[Segment]:
-        """Segments whose state goes from memory to NVMe."""
-        return [
-            segment
-            for segment in self._runtime.segments
-            if segment.trainable
-            and segment.state_tier is not Tier.NVME
-            and target.homes[segment.name].state is Tier.NVME
-        ]
-
-    def _let_go(self, target: Placement) -> list[Segment]:
-        """Segments whose parameters go elsewhere and are on NVMe, too, by the time that they do."""
-        return [
-            segment
-            for segment in self._runtime.segments
-            if segment.trainable
-            and target.homes[segment.name].param is not segment.param_tier
-            and Tier.NVME in (segment.state_tier, target.homes[segment.name].state)
-        ]
-
-
-def _home_nbytes(segment: Segment) -> int:
-    """Bytes of the block that parameters are at home in."""
-    return segment.nbytes if segment.replicated else segment.shard_nbytes

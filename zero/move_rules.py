@@ -38,8 +38,6 @@ def why_not(segments: Sequence[Segment], old: Placement, target: Placement, *, k
     moved = [s for s in segments if target.homes[s.name] != home_of(s)]
     if any(not s.trainable or s.persistent for s in moved):
         return "it moves frozen or persistent parameters"
-    if any(s.kept or target.homes[s.name].kept for s in moved):
-        return "it moves part of a segment's state, and its files are laid out for the part that they have"
     if any(_parted(home_of(s)) or _parted(target.homes[s.name]) for s in moved):
         return "it moves parameters that are on nvme without their optimizer state"
     if keep_state and any(_comes_into_memory(s, target.homes) for s in moved):
@@ -54,4 +52,5 @@ def _parted(home: Home) -> bool:
 
 
 def _comes_into_memory(segment: Segment, homes: Mapping[str, Home]) -> bool:
-    return segment.state_tier is Tier.NVME and homes[segment.name].state is not Tier.NVME
+    home = homes[segment.name]
+    return segment.state_tier is Tier.NVME and (home.state is not Tier.NVME or home.kept > segment.kept)

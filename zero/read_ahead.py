@@ -80,7 +80,8 @@ class ReadAhead:
             try:
                 # After everything else: nothing waits for it yet.
                 handles = start_reads(self._store, segment, begin, end, staging, offsets, priority=Priority.WRITE_BACK)
-            except (OSError, RuntimeError):  # nobody asked for it yet: whoever does reads it again and is told
+            except (OSError, RuntimeError, LookupError, ValueError):
+                # Nobody asked for it yet, and it may have moved: whoever asks for it reads it again and is told.
                 free.append(staging)
                 self._expected.clear()
                 return
@@ -152,7 +153,7 @@ def start_reads(
         for spec in segment.stored_planes:
             if spec.plane is not Plane.PARAM:
                 view = staging.view[offsets[spec.plane] :][: (end - begin) * spec.itemsize]
-                where = (begin - segment.kept) * spec.itemsize
+                where = begin * spec.itemsize
                 handles.append(store.read(segment.name, spec.plane, view, offset=where, priority=priority))
     except BaseException:
         settle(handles)

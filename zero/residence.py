@@ -141,6 +141,7 @@ class Residence:
             verify=options.verify,
             discard_torn=options.resume is False or not options.keep_state,
             left_out=later,
+            fronts={segment.name: segment.kept for segment in self.segments if segment.kept},
         )
         self._closing.callback(lambda: store.close(remove=not options.keep_state))
         return store

@@ -80,10 +80,10 @@ class Segment:
         return self.kept if self.stored_planes else self.layout.shard_numel
 
     def shard_spec(self) -> ShardSpec:
-        """What the store has of this rank's shard: its elements from ``kept`` on."""
+        """This rank's shard as the store knows it, which holds none of the ``kept`` elements."""
         return ShardSpec(
             name=self.name,
-            numel=self.layout.shard_numel - self.kept,
+            numel=self.layout.shard_numel,
             planes=self.stored_planes,
             frozen=not self.trainable,
         )

@@ -62,7 +62,7 @@ def read_elements(
     if border < last:
         if store is None:
             raise RuntimeError(f"{segment.name} has no {plane} in memory and there is no store")
-        where = (border - segment.kept) * dtype.itemsize
+        where = border * dtype.itemsize
         store.read(segment.name, plane, bytes_of(values[border - first :]), offset=where).wait()
     return values
 
@@ -83,5 +83,4 @@ def start_writing(
     part = values[begin - first :]
     if not is_stored(segment, plane) or not part.numel():
         return []
-    where = (begin - segment.kept) * part.itemsize
-    return [transaction.write(segment.name, plane, bytes_of(part), offset=where)]
+    return [transaction.write(segment.name, plane, bytes_of(part), offset=begin * part.itemsize)]

@@ -309,7 +309,7 @@ class Updater:
         if not chunk.job.from_store and read_copy(segment, chunk.begin, chunk.end, view):
             self.counters.cached_bytes += len(view)
         elif self.store is not None:
-            where = (chunk.begin - segment.kept) * itemsize
+            where = chunk.begin * itemsize
             flight.handles.append(
                 self.store.read(segment.name, Plane.PARAM, view, offset=where, priority=Priority.PREFETCH)
             )
@@ -340,7 +340,7 @@ class Updater:
         if transaction is None:
             raise RuntimeError(f"{segment.name} has NVMe-resident state but no generation is open for it")
         for spec in segment.stored_planes:
-            nbytes, where = numel * spec.itemsize, (chunk.begin - segment.kept) * spec.itemsize
+            nbytes, where = numel * spec.itemsize, chunk.begin * spec.itemsize
             if spec.plane in flight.offsets:
                 offset = flight.offsets[spec.plane]
                 view = flight.staging.view[offset : offset + nbytes]

@@ -9,7 +9,8 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from lamina.zero import DivergenceError, get_full
 
 DEVICE, HOST, NVME = Tier.DEVICE, Tier.HOST, Tier.NVME
 WIDTH, STEPS = 128, 10
-Homes = dict[int, tuple[Tier, Tier]]
+Homes = Mapping[int, tuple[Tier, Tier] | Home]
 
 
 class Net(nn.Module):
@@ -80,8 +81,9 @@ def placed(engine: TrainingEngine, homes: Homes) -> Placement:
     runtime, choice = engine.runtime, engine.runtime.decision.choice
     assert choice is not None
     wanted = dict(runtime.placement.homes)
-    for index, (param, state) in homes.items():
-        wanted[runtime.segments[index].name] = Home(param=param, state=state)
+    for index, home in homes.items():
+        whole = home if isinstance(home, Home) else Home(param=home[0], state=home[1])
+        wanted[runtime.segments[index].name] = whole
     return choice.question.placement_at(wanted)
 
 
@@ -92,7 +94,7 @@ def move(engine: TrainingEngine, homes: Homes) -> None:
     engine.runtime.migration.begin(target)
 
 
-def homes_of(engine: TrainingEngine) -> Homes:
+def homes_of(engine: TrainingEngine) -> dict[int, tuple[Tier, Tier]]:
     return {index: (s.param_tier, s.state_tier) for index, s in enumerate(engine.runtime.segments)}
 
 
@@ -105,12 +107,14 @@ def bits(folder: str, **options: Any) -> dict[str, Any]:
         wanted, ends, first = train(engine, STEPS), state(engine), homes_of(engine)
     with start(folder, **options) as engine:
         losses = train(engine, 2)
-        move(engine, {0: (HOST, HOST), 1: (NVME, NVME), 2: (DEVICE, HOST)})
+        part = Home(param=HOST, state=NVME, kept=1024)
+        move(engine, {0: (HOST, HOST), 1: (NVME, NVME), 2: (DEVICE, HOST), 3: part})
         losses += train(engine, 3)
-        came = homes_of(engine)
-        move(engine, {0: (DEVICE, HOST), 2: (HOST, HOST)})
+        came, kept = homes_of(engine), [engine.runtime.segments[3].kept]
+        move(engine, {0: (DEVICE, HOST), 2: (HOST, HOST), 3: replace(part, kept=96)})
         losses += train(engine, 5)
         crossed = homes_of(engine)
+        kept.append(engine.runtime.segments[3].kept)
         move(engine, first)
         saved = str(Path(folder) / "saved")
         engine.save_checkpoint(saved, tag="before")
@@ -122,7 +126,8 @@ def bits(folder: str, **options: Any) -> dict[str, Any]:
             "state": all(map(torch.equal, state(engine), ends)),
             "came": [came[index] for index in range(3)] == [(HOST, HOST), (NVME, NVME), (DEVICE, HOST)],
             "crossed": [crossed[0], crossed[2]] == [(DEVICE, HOST), (HOST, HOST)],
-            "back": homes_of(engine) == first,
+            "divided": kept == [1024, 96],
+            "back": homes_of(engine) == first and engine.runtime.segments[3].kept == 0,
         }
         for tag, step in (("before", 5), ("after", 6)):
             engine.load_checkpoint(saved, tag=tag)
@@ -182,7 +187,7 @@ def refuse_more_files(engine: TrainingEngine) -> None:
     assert store is not None
     real: Callable[..., None] = store.leave_out
 
-    def full(names: Any) -> None:
+    def full(*_: Any) -> None:
         store.leave_out = real  # type: ignore[method-assign]
         raise SpaceError("no room for larger files", wanted=2, free=1)
 

@@ -5,6 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import example, given, reject, settings
+from hypothesis import strategies as st
+from small_questions import draw_question
 from throttled_io import HandClock, ThrottledIO
 
 from lamina.aio_native import AlignedBuffer, AsyncIO
@@ -17,6 +20,7 @@ from lamina.tiers import (
     Curve,
     Link,
     Measured,
+    PlacementError,
     PlacementQuestion,
     SegmentSize,
     Wishes,
@@ -87,28 +91,60 @@ def test_a_throttled_disk_is_known_and_its_optimum_within_ten_percent_after_five
     assert planner.choice.predicted.step_s == pytest.approx(really, rel=0.02)
 
 
-THROTTLED = [(4.0, 1.0), (1.0, 4.0), (4.0, 4.0)]
+THROTTLED = [(4.0, 1.0), (1.0, 4.0), (4.0, 4.0), (12.0, 1.0)]
 """How many times slower the disk reads and writes."""
 
 
+def follow(planner: Replanner, asked: PlacementQuestion, disk: Link) -> float:
+    """Five steps on a disk of other rates; how many times the new optimum a step then takes."""
+    for _ in range(5):
+        revision = planner.after_step(step_on(disk, asked, planner))
+        if revision is not None and revision.better is not None:
+            planner.adopt(revision.better)
+    true = replace(asked, links=BandwidthModel([disk]))
+    return true.predict(planner.choice.placement).step_s / choose(true).predicted.step_s
+
+
+def slower(disk: Link, reading: float, writing: float) -> Link:
+    return replace(disk, read=disk.read.scaled(1 / reading), write=disk.write.scaled(1 / writing))
+
+
 @pytest.mark.parametrize(("reading", "writing"), THROTTLED)
-@pytest.mark.parametrize("passes_s", [0.005, 0.05])
+@pytest.mark.parametrize("passes_s", [0.005, 0.02, 0.05])
 def test_one_direction_that_is_throttled_and_recovers_is_followed_within_five_steps(
     reading: float, writing: float, passes_s: float
 ) -> None:
     asked = question(2.6e9, passes_s=passes_s)
     planner = Replanner(choice=choose(asked))
     usual = asked.links.link(DISK)
-    slow = replace(usual, read=usual.read.scaled(1 / reading), write=usual.write.scaled(1 / writing))
-    for disk in (slow, usual):
-        for _ in range(5):
-            revision = planner.after_step(step_on(disk, asked, planner))
-            if revision is not None and revision.better is not None:
-                planner.adopt(revision.better)
-        true = replace(asked, links=BandwidthModel([disk]))
-        assert true.predict(planner.choice.placement).step_s <= 1.1 * choose(true).predicted.step_s
+    for disk in (slower(usual, reading, writing), usual):
+        assert follow(planner, asked, disk) <= 1.1
         assert planner.revisions, "it was not noticed"
     assert asked.links.factor(DISK) == pytest.approx(1.0, rel=0.1)
+
+
+@settings(max_examples=8)
+@given(seed=st.integers(0, 10_000), rates=st.sampled_from([(12.0, 1.0), (1.0, 12.0), (4.0, 4.0), (2.0, 1.0)]))
+@example(seed=36, rates=(12.0, 1.0))  # a divided state on the device tier, without which not all of the rest fits
+@example(seed=119, rates=(12.0, 1.0))  # two divided states
+def test_any_few_segments_follow_a_throttled_disk_and_its_recovery(seed: int, rates: tuple[float, float]) -> None:
+    asked = draw_question(seed, most=5)
+    try:
+        planner = Replanner(choice=choose(asked))
+    except PlacementError:
+        reject()
+    usual = asked.links.link(DISK)
+    assert follow(planner, asked, slower(usual, *rates)) <= 1.1
+    assert follow(planner, asked, usual) <= 1.1
+
+
+def test_a_divided_state_is_divided_otherwise_where_that_pays() -> None:
+    asked = question(2.6e9, passes_s=0.02)
+    planner = Replanner(choice=choose(asked))
+    kept = {name: home for name, home in planner.choice.placement.homes.items() if home.kept}
+    assert len(kept) == 1
+    assert follow(planner, asked, slower(asked.links.link(DISK), 12.0, 1.0)) <= 1.02
+    assert {name: home for name, home in planner.choice.placement.homes.items() if home.kept} != kept
 
 
 @pytest.mark.parametrize("passes_s", [0.005, 0.05])
@@ -152,21 +188,6 @@ def test_another_placement_is_proposed_where_the_slow_disk_makes_it_pay() -> Non
 
 
 # -- with a real disk and a token bucket ---------------------------------------------------------------------------------
-
-
-def test_a_divided_segment_stays_and_leaves_little_to_gain() -> None:
-    """In the same case the division of one segment's state has filled memory already."""
-    asked = question(20e9, passes_s=0.1)
-    planner = Replanner(choice=choose(asked))
-    divided = {name: home for name, home in planner.choice.placement.homes.items() if home.kept}
-    assert len(divided) == 1
-    slow = asked.links.faster(DISK, 1 / 40).link(DISK)
-    for _ in range(10):
-        planner.after_step(step_on(slow, asked, planner))
-    revision = planner.revisions[-1]
-    assert revision.better is None or revision.better.placement.homes.items() >= divided.items()
-    anew = choose(replace(asked, links=planner.choice.question.links))
-    assert revision.expected_step_s < 1.05 * anew.predicted.step_s
 
 
 def test_the_bucket_gives_the_rate_that_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """Segments change their homes while training goes on: the same bits as without, memory given back, failures without harm."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ from torch import nn
 
 from lamina.engine import TrainingEngine, initialize
 from lamina.tiers import Choice, Home, Placement, PlacementQuestion, Tier
-from lamina.zero import get_full
+from lamina.zero import get_full, set_full
 
 MIB = 1 << 20
 DEVICE, HOST, NVME = Tier.DEVICE, Tier.HOST, Tier.NVME
@@ -50,14 +51,15 @@ def start(path: Path, **settings: Any) -> TrainingEngine:
     return initialize(Net(), config=config | settings)[0]
 
 
-def placed(engine: TrainingEngine, homes: dict[int, tuple[Tier, Tier]]) -> Placement:
+def placed(engine: TrainingEngine, homes: Mapping[int, tuple[Tier, Tier] | Home]) -> Placement:
     """The present placement with some segments (by number) elsewhere."""
     runtime = engine.runtime
     choice = runtime.decision.choice
     assert choice is not None
     wanted = dict(runtime.placement.homes)
-    for index, (param, state) in homes.items():
-        wanted[runtime.segments[index].name] = Home(param=param, state=state)
+    for index, home in homes.items():
+        whole = home if isinstance(home, Home) else Home(param=home[0], state=home[1])
+        wanted[runtime.segments[index].name] = whole
     return choice.question.placement_at(wanted)
 
 
@@ -79,7 +81,11 @@ def masters(engine: TrainingEngine) -> list[torch.Tensor]:
 
 def start_on_nvme(path: Path, **settings: Any) -> TrainingEngine:
     """Budgets that leave most of the optimizer state on NVMe."""
-    tiers = {"host_bytes": 200_000, "device_bytes": 60_000, "keep_state": settings.pop("keep_state", False)}
+    tiers = {
+        "host_bytes": 200_000,
+        "device_bytes": settings.pop("device_bytes", 60_000),
+        "keep_state": settings.pop("keep_state", False),
+    }
     return start(path, tiers=tiers, **settings)
 
 
@@ -228,3 +234,125 @@ def test_kept_state_may_go_to_nvme_and_never_into_memory(tmp_path: Path) -> None
         assert {(s.param_tier, s.state_tier) for s in runtime.segments} == {(HOST, NVME)}
         assert found == losses
         assert all(torch.equal(left, right) for left, right in zip(masters(engine), ends, strict=True))
+
+
+# -- divided states --------------------------------------------------------------------------------------------------------
+
+
+def part(kept: int, *, param: Tier = DEVICE, kept_on: Tier = HOST) -> Home:
+    return Home(param=param, state=NVME, kept=kept, kept_on=kept_on)
+
+
+def move(engine: TrainingEngine, homes: Mapping[int, tuple[Tier, Tier] | Home]) -> None:
+    """Begin to move there."""
+    target = placed(engine, homes)
+    assert engine.runtime.migration.obstacle(target) is None
+    engine.runtime.migration.begin(target)
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("clipping", [0.0, 0.5])
+def test_a_divided_state_changes_in_every_way_bit_for_bit(tmp_path: Path, bf16: bool, clipping: float) -> None:
+    settings = {"bf16": {"enabled": bf16}, "gradient_clipping": clipping}
+    ways = [
+        (DEVICE, NVME),
+        part(512),
+        part(1024),
+        part(32, param=HOST),
+        (HOST, HOST),
+        part(2000, param=HOST),
+        part(2000, kept_on=DEVICE),
+        part(2000),
+        (NVME, NVME),
+        part(96),
+        (DEVICE, DEVICE),
+        (DEVICE, HOST),
+        (DEVICE, NVME),
+    ]
+    losses, ends = reference(tmp_path, 2 * len(ways), **settings)
+    with start_on_nvme(tmp_path / "moved", device_bytes=80_000, **settings) as engine:
+        runtime = engine.runtime
+        found: list[float] = []
+        others = dict.fromkeys(range(1, len(runtime.segments)), (NVME, NVME))
+        for home in ways:
+            move(engine, {0: home, **others})
+            found += train(engine, len(found), len(found) + 2)
+            segment = runtime.segments[0]
+            now = home if isinstance(home, Home) else Home(param=home[0], state=home[1])
+            assert not runtime.migration.under_way
+            assert (segment.param_tier, segment.state_tier, segment.kept) == (now.param, now.state, now.kept)
+            numel = now.kept or (segment.layout.shard_numel if now.state is not NVME else 0)
+            assert [block.nbytes for block in segment.state.values()] == [
+                numel * spec.itemsize for spec in segment.planes[1:] if numel
+            ]
+            shards = {shard.name: shard.numel for shard in runtime.store.shards}  # type: ignore[union-attr]
+            assert shards.get(segment.name, 0) == segment.layout.shard_numel - numel
+            assert runtime.host.peak <= runtime.host.nbytes
+            assert runtime.device.peak <= runtime.device.nbytes
+        assert found == losses
+        assert all(torch.equal(left, right) for left, right in zip(masters(engine), ends, strict=True))
+
+
+@pytest.mark.parametrize("steps_after", [0, 1, 2])
+def test_a_checkpoint_of_any_moment_of_a_division_loads_bit_for_bit(tmp_path: Path, steps_after: int) -> None:
+    losses, ends = reference(tmp_path, 10)
+    with start_on_nvme(tmp_path / "moved") as engine:
+        move(engine, {0: part(640), 1: part(32)})
+        train(engine, 0, 2)
+        move(engine, {0: part(64), 1: (NVME, NVME)})
+        train(engine, 2, 2 + steps_after)
+        engine.save_checkpoint(str(tmp_path / "saved"))
+        train(engine, 2 + steps_after, 5)
+        engine.load_checkpoint(str(tmp_path / "saved"))
+        found = train(engine, 2 + steps_after, 10)
+        assert found == losses[2 + steps_after :]
+        assert all(torch.equal(left, right) for left, right in zip(masters(engine), ends, strict=True))
+    with start_on_nvme(tmp_path / "another") as engine:
+        engine.load_checkpoint(str(tmp_path / "saved"))
+        assert train(engine, 2 + steps_after, 10) == losses[2 + steps_after :]
+
+
+def test_a_division_that_fails_is_put_off_and_one_that_has_no_room_given_up(tmp_path: Path) -> None:
+    losses, ends = reference(tmp_path, 10)
+    with start_on_nvme(tmp_path / "moved") as engine:
+        runtime = engine.runtime
+        move(engine, {0: part(640)})
+        found = train(engine, 0, 2)
+        move(engine, {0: part(64)})
+        before = runtime.store.shards  # type: ignore[union-attr]
+        engine.backward(engine(torch.ones(3, 48)))
+        engine.zero_grad()
+        assert runtime.store.shards == before  # type: ignore[union-attr]
+        assert runtime.migration.under_way
+        found += train(engine, 2, 4)
+        assert runtime.segments[0].kept == 64
+        move(engine, {0: part(640)})
+        fillers = []
+        while runtime.host.largest_hole:
+            fillers.append(runtime.host.alloc(runtime.host.largest_hole, "somebody else", align=1))
+        found += train(engine, 4, 6)
+        assert not runtime.migration.under_way
+        assert runtime.segments[0].kept == 64
+        for filler in fillers:
+            filler.free()
+        move(engine, {0: part(640)})
+        found += train(engine, 6, 10)
+        assert runtime.segments[0].kept == 640
+        assert found == losses
+        assert all(torch.equal(left, right) for left, right in zip(masters(engine), ends, strict=True))
+
+
+def test_planes_of_a_state_that_was_divided_while_training_are_read_and_written(tmp_path: Path) -> None:
+    with start_on_nvme(tmp_path / "moved") as engine:
+        move(engine, {0: part(640)})
+        train(engine, 0, 2)
+        parameter = engine.runtime.segments[0].parameters[0]
+        for kept in (640, 64, 1280):
+            move(engine, {0: part(kept)})
+            train(engine, 2, 4)
+            for plane in ("master", "exp_avg", "exp_avg_sq"):
+                values = torch.rand(parameter.shape)
+                set_full(parameter, plane, values)
+                read = get_full(parameter, plane)
+                assert read is not None
+                assert torch.equal(read, values)

@@ -190,18 +190,20 @@ class Generations:
         stems = [record.slot.stem, *([frozen.slot.stem] if frozen else [])]
         sources = [(self._pool.slots[stem], self._sums[stem]) for stem in stems]
         # Whoever reads a checkpoint finds in it what it holds, and nothing of what once could be there.
-        left_out = set(record.slot.left_out)
-        record = replace(record, slot=replace(record.slot, left_out=()))
+        held = {shard.name: shard for shard in record.slot.held(manifest.shards)}
+        record = replace(record, slot=replace(record.slot, left_out=(), fronts=()))
         alone = Manifest(
             store_id=manifest.store_id,
             job=manifest.job,
             rank=manifest.rank,
             chunk_bytes=manifest.chunk_bytes,
-            shards=tuple(shard for shard in manifest.shards if shard.frozen or shard.name not in left_out),
+            shards=tuple(
+                held.get(shard.name, shard) for shard in manifest.shards if shard.frozen or shard.name in held
+            ),
             generations=manifest.generations,
             committed=(record,),
             frozen=frozen,
-            slots=tuple(replace(slot.record, left_out=()) for slot, _ in sources),
+            slots=tuple(replace(slot.record, left_out=(), fronts=()) for slot, _ in sources),
         )
         return alone, sources
 

@@ -7,7 +7,7 @@ follow each other in the given order, each aligned to 4096. Behind the last plan
 stripe's chunks.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from lamina.tiers.errors import LayoutError
@@ -45,6 +45,8 @@ class PlaneExtent:
     num_chunks: int
     starts: tuple[int, ...]
     """file offset of its part on each stripe"""
+    front: int = 0
+    """bytes of the plane that lie elsewhere, before those that are here"""
 
     @property
     def title(self) -> str:
@@ -55,11 +57,17 @@ class PlaneExtent:
 class Layout:
     """Offsets of every plane on every stripe, and of the checksums behind them.
 
-    counts: chunks per stripe in one period (see stripe_counts); a stripe with 0 has no file.
+    counts: chunks per stripe in one period (see stripe_counts); a stripe with 0 has no file. fronts: elements that come before
+    those of a shard and lie elsewhere.
     """
 
     def __init__(
-        self, shards: Sequence[ShardSpec], *, counts: Sequence[int] = (1,), chunk_bytes: int = CHUNK_BYTES
+        self,
+        shards: Sequence[ShardSpec],
+        *,
+        counts: Sequence[int] = (1,),
+        chunk_bytes: int = CHUNK_BYTES,
+        fronts: Mapping[str, int] | None = None,
     ) -> None:
         if chunk_bytes < ALIGN or chunk_bytes % ALIGN:
             raise ValueError(f"chunk_bytes is {chunk_bytes}, must be a multiple of {ALIGN}")
@@ -68,6 +76,7 @@ class Layout:
         self.shards = tuple(shards)
         self.counts = tuple(counts)
         self.chunk_bytes = chunk_bytes
+        self._fronts = fronts or {}
         self.pattern = deal(self.counts)
         self._before = self._prefix()
         self.extents: dict[tuple[str, Plane], PlaneExtent] = {}
@@ -106,7 +115,8 @@ class Layout:
     def _place(self, shard: ShardSpec, spec: PlaneSpec, first: int, ends: list[int]) -> PlaneExtent:
         nbytes = shard.numel * spec.itemsize
         num = -(-nbytes // self.chunk_bytes)
-        extent = PlaneExtent(shard.name, spec.plane, nbytes, first, num, tuple(ends))
+        front = self._fronts.get(shard.name, 0) * spec.itemsize
+        extent = PlaneExtent(shard.name, spec.plane, nbytes, first, num, tuple(ends), front)
         last = self.pattern[(first + num - 1) % len(self.pattern)] if num else -1
         for stripe in range(len(ends)):
             part = (self._dealt(first + num, stripe) - self._dealt(first, stripe)) * self.chunk_bytes
@@ -127,9 +137,9 @@ class Layout:
     def check_range(self, extent: PlaneExtent, offset: int, nbytes: int) -> None:
         """Raise ValueError for bytes that the plane does not have."""
         if offset < 0 or nbytes < 0 or offset + nbytes > extent.nbytes:
-            raise ValueError(
-                f"{extent.title}: bytes {offset:,} to {offset + nbytes:,} asked for, the plane has {extent.nbytes:,}"
-            )
+            asked = f"bytes {extent.front + offset:,} to {extent.front + offset + nbytes:,} asked for"
+            behind = f" behind the first {extent.front:,}, which are elsewhere" if extent.front else ""
+            raise ValueError(f"{extent.title}: {asked}, the plane has {extent.nbytes:,}{behind}")
 
     def chunk_place(self, extent: PlaneExtent, chunk: int) -> tuple[int, int]:
         """(stripe, file offset) of a chunk, counted within the plane."""

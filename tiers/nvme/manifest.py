@@ -4,7 +4,7 @@ CRC32C."""
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -32,16 +32,29 @@ def file_name(stem: str, stripe: int) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class SlotRecord:
-    """The files of one slot: stem of their names, chunks per stripe in one period, and the shards that are not in them."""
+    """The files of one slot: stem of their names, chunks per stripe in one period, and the shards that are not in them.
+
+    fronts: of other shards, so many elements at the front are not in them either.
+    """
 
     stem: str
     counts: tuple[int, ...]
     left_out: tuple[str, ...] = ()
+    fronts: tuple[tuple[str, int], ...] = ()
 
     @property
     def is_frozen(self) -> bool:
         """Whether these files hold the planes that are written once."""
         return self.stem.startswith(FROZEN_STEM)
+
+    def held(self, shards: Iterable[ShardSpec]) -> tuple[ShardSpec, ...]:
+        """Of all shards of a store those in these files, with as many elements as are there."""
+        fronts = dict(self.fronts)
+        return tuple(
+            replace(shard, numel=shard.numel - fronts.get(shard.name, 0))
+            for shard in shards
+            if shard.frozen == self.is_frozen and shard.name not in self.left_out
+        )
 
     def names(self) -> dict[int, str]:
         """Stripe -> file name."""
@@ -153,7 +166,11 @@ class Manifest:
 
 def _slot_to_json(slot: SlotRecord) -> dict[str, Any]:
     data: dict[str, Any] = {"stem": slot.stem, "counts": list(slot.counts)}
-    return data | {"left_out": list(slot.left_out)} if slot.left_out else data
+    if slot.left_out:
+        data["left_out"] = list(slot.left_out)
+    if slot.fronts:
+        data["fronts"] = dict(slot.fronts)
+    return data
 
 
 def _generation_to_json(record: GenerationRecord) -> dict[str, Any]:
@@ -191,11 +208,18 @@ def _wholes(values: Any) -> tuple[int, ...]:
     return tuple(_whole(value) for value in values)
 
 
+def _fronts(value: Any) -> tuple[tuple[str, int], ...]:
+    if not isinstance(value, dict):
+        raise ValueError(f"{value!r} does not say how much of which shard")
+    return tuple((name, _whole(numel, 1)) for name, numel in value.items())
+
+
 def _slot_from_json(data: Any) -> SlotRecord:
     slot = SlotRecord(
         stem=_text(data["stem"]),
         counts=_wholes(data["counts"]),
         left_out=tuple(_text(name) for name in data.get("left_out", ())),
+        fronts=_fronts(data.get("fronts", {})),
     )
     if len(slot.counts) > MOST_STRIPES or not 1 <= sum(slot.counts) <= MOST_STRIPES:
         raise ValueError(f"slot {slot.stem} has {len(slot.counts)} stripes with {sum(slot.counts)} chunks in a period")
@@ -252,6 +276,10 @@ def _check_consistent(manifest: Manifest) -> None:
     names = [shard.name for shard in manifest.shards]
     if len(set(names)) != len(names):
         raise ValueError("a shard is listed twice")
+    numels = {shard.name: shard.numel for shard in manifest.shards if not shard.frozen}
+    for slot in (*manifest.slots, *(record.slot for record in manifest.committed)):
+        if any(numel >= numels.get(name, 0) for name, numel in slot.fronts):
+            raise ValueError(f"{slot.stem} lacks fronts that no shard has: {slot.fronts!r}")
     ids = [record.id for record in manifest.committed]
     if ids != sorted(set(ids), reverse=True):
         raise ValueError(f"generations are listed as {ids}, not newest first")

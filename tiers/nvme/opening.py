@@ -2,7 +2,7 @@
 
 import os
 import secrets
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal
 
 from lamina.aio_native import AsyncIO, crc32c
@@ -61,13 +61,14 @@ class Opening:
         self._io = io
         self._generations = generations
         self._left_out = frozenset[str]()
+        self._fronts: Mapping[str, int] = {}
 
     def run(
-        self, *, chunk_bytes: int | None, discard_torn: bool, left_out: Iterable[str] = ()
+        self, *, chunk_bytes: int | None, discard_torn: bool, left_out: Iterable[str], fronts: Mapping[str, int]
     ) -> tuple[SlotPool, list[FolderLock]]:
         """The pool with every slot open, and the locks. On failure everything is unlocked and closed
-        again, and what this opening made is gone. left_out: shards that new files do not hold."""
-        self._left_out = frozenset(left_out)
+        again, and what this opening made is gone. left_out, fronts: what new files do not hold."""
+        self._left_out, self._fronts = frozenset(left_out), fronts
         folders = self._folders()
         locks: list[FolderLock] = []
         try:
@@ -124,7 +125,7 @@ class Opening:
                 manifest = manifest.with_(updating=None, committed=())
         manifest = manifest.with_(generations=self._generations)
         pool = SlotPool(folders, self._paths, self._io, wear, manifest, home)
-        pool.left_out = frozenset(self._left_out)
+        pool.left_out, pool.fronts = self._left_out, dict(self._fronts)
         try:
             self._clean(pool)
             self._open_slots(pool)

@@ -67,7 +67,8 @@ def copy_into(transaction: Transaction, pinned: PinnedReader, sums: Mapping[str,
 
         def sink(piece: Piece, view: memoryview, slot: Slot = slot, known: ChunkSums = known) -> TransferHandle:
             check_chunks(slot, known, piece.extent, piece.offset, view, title)
-            return transaction.write(piece.extent.shard, piece.extent.plane, view, offset=piece.offset)
+            shard, plane = piece.extent.shard, piece.extent.plane
+            return transaction.write(shard, plane, view, offset=transaction.begin_of(shard, plane) + piece.offset)
 
         with Scratch(slot.layout.chunk_bytes) as scratch:
             pieces = cut(whole_planes(slot.layout), slot.layout.chunk_bytes, scratch.piece_bytes)

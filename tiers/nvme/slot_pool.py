@@ -3,7 +3,7 @@
 import contextlib
 import errno
 import os
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 
 from lamina.aio_native import AsyncIO
@@ -58,12 +58,13 @@ class SlotPool:
         self.weights = [path.weight for path in paths]
         self.outdated: set[str] = set()
         self.left_out: frozenset[str] = frozenset()
+        self.fronts: dict[str, int] = {}
         self._layouts: dict[SlotRecord, Layout] = {}
 
     @property
     def main_shards(self) -> tuple[ShardSpec, ...]:
-        """Shards that every generation holds from the next one on."""
-        return tuple(shard for shard in self.manifest.shards if not shard.frozen and shard.name not in self.left_out)
+        """What every generation holds from the next one on."""
+        return self.record("", (1,)).held(self.manifest.shards)
 
     @property
     def frozen_shards(self) -> tuple[ShardSpec, ...]:
@@ -74,9 +75,12 @@ class SlotPool:
         """Layout of a slot's files."""
         key = replace(record, stem=FROZEN_STEM if record.is_frozen else "")
         if key not in self._layouts:
-            main = [s for s in self.manifest.shards if not s.frozen and s.name not in record.left_out]
-            shards = self.frozen_shards if record.is_frozen else main
-            self._layouts[key] = Layout(shards, counts=record.counts, chunk_bytes=self.manifest.chunk_bytes)
+            self._layouts[key] = Layout(
+                record.held(self.manifest.shards),
+                counts=record.counts,
+                chunk_bytes=self.manifest.chunk_bytes,
+                fronts=dict(record.fronts),
+            )
         return self._layouts[key]
 
     def save(self, manifest: Manifest) -> None:
@@ -197,14 +201,18 @@ class SlotPool:
     def record(self, stem: str, counts: tuple[int, ...]) -> SlotRecord:
         """Of files that are to hold what a generation holds from now on."""
         record = SlotRecord(stem=stem, counts=counts)
-        return record if record.is_frozen else replace(record, left_out=tuple(sorted(self.left_out)))
+        if record.is_frozen:
+            return record
+        return replace(record, left_out=tuple(sorted(self.left_out)), fronts=tuple(sorted(self.fronts.items())))
 
-    def leave_out(self, names: Set[str]) -> None:
-        """From now on files are made without these shards; files that hold others are made anew in their turn.
+    def leave_out(self, names: Set[str], fronts: Mapping[str, int]) -> None:
+        """From now on files are made without these shards and without the fronts of those; files that hold something else are
+        made anew in their turn.
 
         Raises SpaceError, before anything was changed, when there is no room for such a file beside those that stay.
         """
-        before, self.left_out = self.left_out, frozenset(names)
+        before = self.left_out, self.fronts
+        self.left_out, self.fronts = frozenset(names), dict(fronts)
         committed = [record.slot.stem for record in self.manifest.committed]
         free = [
             slot for slot in self.slots.values() if not slot.record.is_frozen and slot.record.stem not in committed[:1]
@@ -212,7 +220,7 @@ class SlotPool:
         try:
             self.counts_for(1, False, free)
         except SpaceError:
-            self.left_out = before
+            self.left_out, self.fronts = before
             raise
 
     def next_stem(self, after: int = 0) -> str:
@@ -330,7 +338,7 @@ class SlotPool:
         """Whether a slot's files may be written again: no checkpoint has them, no copy reads them, no path failed, and
         they hold what a generation is to hold and are not to be striped otherwise."""
         failed = set(slot.where.values()) & set(self.failed)
-        other = not slot.record.is_frozen and set(slot.record.left_out) != self.left_out
+        other = slot.record != self.record(slot.record.stem, slot.record.counts)
         return slot.own_names_only() and not (slot.holds or failed or other or slot.record.stem in self.outdated)
 
     def keep_stripes(self, slot: Slot, error: SpaceError) -> bool:

@@ -84,6 +84,7 @@ class GenerationStore:
         discard_torn: bool = False,
         at_step: int | None = None,
         left_out: Iterable[str] = (),
+        fronts: Mapping[str, int] | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> "GenerationStore":
         """Create the rank's files, or reopen them at the last committed generation.
@@ -93,13 +94,15 @@ class GenerationStore:
         remain). verify: "resume" checks every byte here; "always" also whatever is read; "off" nothing.
         progress(done, total): bytes checked so far. discard_torn: start anew after a cut in-place update. at_step: go
         back to an older generation that is still kept (generations: 3 keeps two at any time), checked in any case.
-        left_out: see leave_out().
+        left_out, fronts: see leave_out().
 
         Raises LockedError (in use), LayoutError (other shards), SpaceError (no room), IntegrityError
         (damage), StoreError, ValueError.
         """
         opening = Opening(paths, job=job, rank=rank, shards=shards, io=io, generations=generations, verify=verify)
-        pool, locks = opening.run(chunk_bytes=chunk_bytes, discard_torn=discard_torn, left_out=left_out)
+        pool, locks = opening.run(
+            chunk_bytes=chunk_bytes, discard_torn=discard_torn, left_out=left_out, fronts=fronts or {}
+        )
         store = cls(pool, locks, verify=verify, recovered=opening.notes)
         try:
             store._generations.load(progress, at_step, check=verify != "off")
@@ -151,30 +154,34 @@ class GenerationStore:
     def shards(self) -> tuple[ShardSpec, ...]:
         """What the next generation holds, in execution order."""
         with self._lock:
-            left_out = self._pool.left_out
-            return tuple(shard for shard in self._pool.manifest.shards if shard.frozen or shard.name not in left_out)
+            held = {shard.name: shard for shard in self._pool.main_shards}
+            shards = self._pool.manifest.shards
+            return tuple(held.get(shard.name, shard) for shard in shards if shard.frozen or shard.name in held)
 
-    def leave_out(self, names: Iterable[str]) -> None:
-        """From the next begin() on, generations hold all trained shards but these: they live elsewhere.
+    def leave_out(self, names: Iterable[str], fronts: Mapping[str, int] | None = None) -> None:
+        """From the next begin() on, generations hold all trained shards but these, and of those in ``fronts`` all but so many
+        elements at the front: the rest lives elsewhere.
 
-        They take no space and are not asked for by commit(). A shard that is left out no more has to be written whole in the
-        next transaction. Files of the other kind are made anew in their turn. Raises KeyError for a name that is no trained
-        shard's, StoreError while a transaction is open, SpaceError when there is no room for files that hold more; then
-        nothing was changed.
+        It takes no space and is not asked for by commit(). What is left out no more has to be written in the next transaction.
+        Offsets stay those of the whole plane. Files of the other kind are made anew in their turn. Raises KeyError for a name
+        that is no trained shard's, ValueError for a front that is empty or the whole shard, StoreError while a transaction is
+        open, SpaceError when there is no room for files that hold more; then nothing was changed.
         """
         self.settle()
         with self._lock:
             self._require_open()
-            if self._transaction is not None:
-                raise StoreError(
-                    f"the transaction of generation {self._transaction.id} is open: commit() or abort() first"
-                )
-            wanted = frozenset(names)
-            unknown = wanted - {shard.name for shard in self._pool.manifest.shards if not shard.frozen}
-            if unknown:
+            self._require_no_transaction()
+            wanted, cut = frozenset(names), dict(fronts or {})
+            numels = {shard.name: shard.numel for shard in self._pool.manifest.shards if not shard.frozen}
+            if unknown := (wanted | cut.keys()) - numels.keys():
                 raise KeyError(f"no trained shards: {', '.join(sorted(unknown))}")
-            if wanted != self._pool.left_out:
-                self._pool.leave_out(wanted)
+            for name, numel in cut.items():
+                if not 0 < numel < numels[name]:
+                    raise ValueError(
+                        f"a front of {numel:,} of the {numels[name]:,} elements of {name}: some, not all of them"
+                    )
+            if (wanted, cut) != (self._pool.left_out, self._pool.fronts):
+                self._pool.leave_out(wanted, cut)
 
     @property
     def bytes_on_disk(self) -> int:
@@ -185,8 +192,8 @@ class GenerationStore:
     def read(
         self, shard: str, plane: Plane, buffer: Any, *, offset: int = 0, priority: Priority = Priority.DEMAND
     ) -> TransferHandle:
-        """Start reading from BYTE offset of a plane of the current generation, or of the one that is being committed in the
-        background, into a writable buffer.
+        """Start reading from BYTE offset of a whole plane, out of the current generation or the one that is being committed in
+        the background, into a writable buffer.
 
         The handle owns the buffer; its wait() raises IntegrityError under verify="always" when a chunk is damaged (of
         which only a part is wanted, it is read whole beside). Raises KeyError, ValueError, StoreError.
@@ -205,13 +212,14 @@ class GenerationStore:
             self._require_open()
             slot, sums, title = self._generations.readable(shard)
             extent = slot.layout.extent(shard, plane)
-            parts = slot.read(extent, offset, view, priority)
+            within = offset - extent.front
+            parts = slot.read(extent, within, view, priority)
             if self._verify != "always" or self._generations.torn:
                 return slot.track(TransferHandle(parts, view))
 
         def check(data: memoryview) -> None:
-            check_chunks(slot, sums, extent, offset, data, title)
-            check_edges(slot, sums, extent, offset, data, title)
+            check_chunks(slot, sums, extent, within, data, title)
+            check_edges(slot, sums, extent, within, data, title)
 
         return slot.track(TransferHandle(parts, view, finish=check))
 
@@ -426,6 +434,10 @@ class GenerationStore:
                 "an in-place update was cut (generations: 1), so the state is a mixture of two steps: "
                 "restore from a checkpoint, and use generations: 2 where there is room"
             )
+
+    def _require_no_transaction(self) -> None:
+        if (begun := self._transaction) is not None:
+            raise StoreError(f"the transaction of generation {begun.id} is open: commit() or abort() first")
 
     def scratch(self, nbytes: int) -> Scratch:
         """So many bytes over all paths, in proportion to their weights, for what need not outlive the process. Close it before

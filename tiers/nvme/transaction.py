@@ -111,7 +111,7 @@ class Transaction:
         priority: Priority = Priority.WRITE_BACK,
         taken: Sequence[TakenSums] = (),
     ) -> TransferHandle:
-        """Start writing a buffer at BYTE offset of a plane. Any size and offset; the last of overlapping
+        """Start writing a buffer at BYTE offset of a whole plane. Any size and offset; the last of overlapping
         writes wins.
 
         taken: checksums of the buffer's pieces, sorted, from whoever wrote them: only the rest is read for its checksum.
@@ -123,12 +123,18 @@ class Transaction:
             self._require_open()
             target = self._target(shard)
             extent = target.slot.layout.extent(shard, plane)
+            offset -= extent.front
             handle = self._start(target, extent, offset, view, priority)
         # What is not taken yet is read while the disk works; both only read.
         measured = target.sums.measure(extent, offset, view, taken)
         with self._lock:
             target.sums.put(measured)
         return handle
+
+    def begin_of(self, shard: str, plane: Plane) -> int:
+        """BYTE offset in the whole plane of the first byte that the generation holds. Raises KeyError."""
+        with self._lock:
+            return self._target(shard).slot.layout.extent(shard, plane).front
 
     @property
     def checksum_read_bytes(self) -> int:
@@ -145,10 +151,12 @@ class Transaction:
             self._require_open()
             target = self._target(shard)
             extent = target.slot.layout.extent(shard, plane)
+            offset -= extent.front
             target.slot.layout.check_range(extent, offset, len(view))
             if not target.sums.covered(extent, offset, len(view)):
                 raise StoreError(
-                    f"{extent.title}: bytes {offset:,} to {offset + len(view):,} were not all written in "
+                    f"{extent.title}: bytes {extent.front + offset:,} to {extent.front + offset + len(view):,} were not all "
+                    "written in "
                     "this "
                     "transaction: write them, call copy_rest(), or read the current generation from the store"
                 )
@@ -166,6 +174,7 @@ class Transaction:
                 return None
             target = self._target(shard)
             extent = target.slot.layout.extent(shard, plane)
+            offset -= extent.front
             target.slot.layout.check_range(extent, offset, len(view))
             writes = [write.handle for write in self._pending.touching(extent, offset, len(view))]
             handle: TransferHandle
@@ -221,25 +230,23 @@ class Transaction:
             raise StoreError(
                 f"nothing was committed yet, so {gaps[0][0].title} cannot be carried over: write every plane"
             )
-        for extent, _, _ in gaps:
-            if extent.shard in source.slot.record.left_out:
-                raise StoreError(f"{source.title} does not hold {extent.title}: write it, nothing can be carried over")
+        there = [_in_source(source, *gap) for gap in gaps]
         with Scratch(target.slot.layout.chunk_bytes) as scratch:
-            pieces = cut(gaps, source.slot.layout.chunk_bytes, scratch.piece_bytes)
+            pieces = cut(there, source.slot.layout.chunk_bytes, scratch.piece_bytes)
             pump(reader(source.slot), pieces, scratch, lambda piece, view: self._carry(target, source, piece, view))
         return sum(nbytes for _, _, nbytes in gaps)
 
     def _carry(self, target: Target, source: Source, piece: Piece, view: memoryview) -> TransferHandle:
-        kept = source.slot.layout.extent(piece.extent.shard, piece.extent.plane)
+        kept = piece.extent
         if self._verify != "off":
             check_chunks(source.slot, source.sums, kept, piece.offset, view, source.title)
         part = view[piece.start : piece.end]
-        offset = piece.offset + piece.start
         with self._lock:
             self._require_open()
-            extent = target.slot.layout.extent(piece.extent.shard, piece.extent.plane)
+            extent = target.slot.layout.extent(kept.shard, kept.plane)
+            offset = piece.offset + piece.start + kept.front - extent.front
             handle = self._start(target, extent, offset, part, Priority.WRITE_BACK)
-            if len(part) == len(view):
+            if len(part) == len(view) and kept.front == extent.front:
                 # Whole chunks, with the checksums that they had: a damage that nobody has looked for stays visible.
                 target.sums.put(source.sums.known(kept, piece.offset, piece.nbytes, extent))
             else:
@@ -442,6 +449,15 @@ class Transaction:
         target.slot = new
         target.sums = target.sums.relaid(new.layout)
         self._owner.discard_slot(old)
+
+
+def _in_source(source: Source, extent: PlaneExtent, offset: int, nbytes: int) -> tuple[PlaneExtent, int, int]:
+    """Where bytes of a plane are in the generation before. Raises StoreError where they are not."""
+    record = source.slot.record
+    kept = None if extent.shard in record.left_out else source.slot.layout.extent(extent.shard, extent.plane)
+    if kept is None or extent.front + offset < kept.front:
+        raise StoreError(f"{source.title} does not hold {extent.title}: write it, nothing can be carried over")
+    return kept, extent.front + offset - kept.front, nbytes
 
 
 def move(old: Slot, new: Slot, sums: ChunkSums, lost: Sequence[PendingWrite]) -> None:
