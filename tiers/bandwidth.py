@@ -23,7 +23,7 @@ WINDOW = 5
 """Measurements that a correction is the median of."""
 THRESHOLD = 0.1
 """Relative change below which a correction stays as it is (hysteresis)."""
-CLIP = 8.0
+CLIP = 32.0
 """A single measurement counts as at most this many times slower or faster than modelled."""
 
 

@@ -127,6 +127,7 @@ def test_one_direction_that_is_throttled_and_recovers_is_followed_within_five_st
 @given(seed=st.integers(0, 10_000), rates=st.sampled_from([(12.0, 1.0), (1.0, 12.0), (4.0, 4.0), (2.0, 1.0)]))
 @example(seed=36, rates=(12.0, 1.0))  # a divided state on the device tier, without which not all of the rest fits
 @example(seed=119, rates=(12.0, 1.0))  # two divided states
+@example(seed=130, rates=(30.0, 30.0))
 def test_any_few_segments_follow_a_throttled_disk_and_its_recovery(seed: int, rates: tuple[float, float]) -> None:
     asked = draw_question(seed, most=5)
     try:
