@@ -9,6 +9,8 @@ from .options import ZeroOptions
 from .segment import Segment
 
 RESUMING = "comparing the steps that were kept"
+MOST_KEPT = 3
+"""Generations of a store at most."""
 
 
 def is_to_resume(
@@ -30,9 +32,8 @@ def is_to_resume(
         )
     if not (found and wanted):
         return False
-    steps = [int(row[0]) for row in ranks.gather_numbers([current.step if current is not None else 0], RESUMING)]
-    if len(set(steps)) > 1:
-        raise StoreError(f"resume: the ranks have kept different steps, {steps}: load a checkpoint instead")
+    if store is not None and current is not None:
+        _agree(store, ranks)
     lost = [s.name for s in segments if s.trainable and (s.state_tier is not Tier.NVME or s.kept)]
     if lost:
         raise StoreError(
@@ -40,3 +41,25 @@ def is_to_resume(
             f"checkpoint, or put all of it on nvme"
         )
     return True
+
+
+def _agree(store: GenerationStore, ranks: Ranks) -> None:
+    """Go back to the last step that all ranks have kept: when they were killed some may have committed one more than others.
+    Collective. Raises StoreError."""
+    rows = ranks.gather_numbers([*store.steps, *[-1.0] * MOST_KEPT][:MOST_KEPT], RESUMING)
+    kept = [[int(step) for step in row if step >= 0] for row in rows]
+    newest = [steps[0] for steps in kept]
+    if len(set(newest)) == 1:
+        return
+    common = set(kept[0]).intersection(*kept)
+    step, cause = max(common, default=-1), None
+    if common and newest[ranks.rank] != step:
+        try:
+            store.go_back(step)
+        except (OSError, StoreError) as error:
+            cause = error
+    if not common or ranks.union([cause is not None])[0]:
+        why = f"the last that all have, {step}, is not whole any more on all" if common else "none is the same on all"
+        raise StoreError(
+            f"resume: the ranks have kept different steps, {newest}; {why}: load a checkpoint instead"
+        ) from cause

@@ -478,3 +478,36 @@ def test_an_open_update_in_place_keeps_its_files_from_being_pinned(tmp_path: Pat
     update(store, 1)
     store.restore(str(tmp_path / "ckpt"))
     assert read_all(store) == state
+
+
+def test_an_open_store_goes_back_to_what_is_whole_and_as_it_is_to_be(open_store: Open) -> None:
+    store = open_store(generations=3)
+    states = [random_state() for _ in range(3)]
+    for step, state in enumerate(states):
+        write_all(store, state, step)
+    assert store.steps == (2, 1, 0)
+    version = store.version
+    store.go_back(1)
+    assert (store.steps, store.version > version) == ((1, 0), True)
+    assert read_all(store) == states[1]
+    with pytest.raises(StoreError, match=r"no generation of step 2 is kept; there is: \[1, 0\]"):
+        store.go_back(2)
+    store.close()
+    store = open_store(generations=3)
+    assert store.steps == (2, 1, 0), "nothing was committed since"
+    with store.begin() as transaction:
+        with pytest.raises(StoreError, match="is open"):
+            store.go_back(1)
+        transaction.write("block1", SHARDS[1].planes[0].plane, bytes(2000)).wait()  # over the oldest one
+    store.close()
+    store = open_store(generations=3)
+    with pytest.raises(IntegrityError):
+        store.go_back(0)
+    assert read_all(store) == states[2]
+    store.leave_out((), {"block3": 5})
+    with pytest.raises(StoreError, match="step 1, holds other shards"):
+        store.go_back(1)
+    store.leave_out(())
+    store.go_back(1)
+    write_all(store, states[0], 2)
+    assert (store.steps[0], read_all(store)) == (2, states[0])

@@ -31,23 +31,35 @@ class Generations:
         """The generation that counts, if there is one."""
         return self.committed[0] if self.committed else None
 
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """Those of the committed generations."""
+        return tuple(record.step for record in self.committed)
+
+    def require_alike(self, step: int) -> None:
+        """Raise StoreError where the generation of a step that is kept holds something else than the next one is to."""
+        for record in self.committed:
+            if record.step == step and record.slot.held(self._pool.manifest.shards) != self._pool.main_shards:
+                raise StoreError(f"generation {record.id}, step {step}, holds other shards than those that are wanted")
+
     def load(self, progress: Callable[[int, int], None] | None, at_step: int | None, *, check: bool) -> None:
-        """Read the checksums and (check) compare every byte with them. Raises IntegrityError, StoreError."""
+        """Read the checksums and (check) compare every byte with them; at_step: from that generation on. Raises IntegrityError,
+        StoreError; then another one is not yet the current one."""
+        committed = self.committed
         if at_step is not None:
-            kept = [record.step for record in self.committed]
-            if at_step not in kept:
-                raise StoreError(f"no generation of step {at_step} is kept; there is: {kept or 'none'}")
-            self.committed = self.committed[kept.index(at_step) :]
-        if self.committed:
-            record = self.committed[0]
+            if at_step not in self.steps:
+                raise StoreError(f"no generation of step {at_step} is kept; there is: {list(self.steps) or 'none'}")
+            committed = committed[self.steps.index(at_step) :]
+        if committed:
+            record = committed[0]
             slot = self._pool.require_slot(record.slot)
             title = f"generation {record.id}, step {record.step}"
             check_it = check or at_step is not None
             try:
                 sums = read_sums(slot, record.sums_crc, title, check=check_it, progress=progress)
             except IntegrityError as error:
-                if len(self.committed) > 1:
-                    error.add_hint(f"or try the generation before it: open with at_step={self.committed[1].step}")
+                if len(committed) > 1:
+                    error.add_hint(f"or try the generation before it: open with at_step={committed[1].step}")
                 raise
             self._sums[record.slot.stem] = sums
         frozen = self._pool.manifest.frozen
@@ -55,6 +67,7 @@ class Generations:
             slot = self._pool.require_slot(frozen.slot)
             sums = read_sums(slot, frozen.sums_crc, "frozen planes", check=check, progress=progress)
             self._sums[frozen.slot.stem] = sums
+        self.committed = committed
 
     def readable(self, shard: str) -> tuple[Slot, ChunkSums, str]:
         """Where the current bytes of a shard are, their checksums, and what they are called. Raises StoreError."""

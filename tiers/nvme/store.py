@@ -121,6 +121,25 @@ class GenerationStore:
             return None if record is None else _info(record)
 
     @property
+    def steps(self) -> tuple[int, ...]:
+        """Training steps of the generations that are kept, newest first. The oldest may have been begun to be overwritten."""
+        self.settle()
+        with self._lock:
+            return self._generations.steps
+
+    def go_back(self, step: int) -> None:
+        """Make the generation of an earlier step that is still kept the current one, checked in any case. On disk nothing
+        changes before the next commit. Raises StoreError where there is none or it holds other shards than the next one is to,
+        IntegrityError where it is not whole any more; then nothing was changed."""
+        self.settle()
+        with self._lock:
+            self._require_open()
+            self._require_no_transaction()
+            self._generations.require_alike(step)
+            self._generations.load(None, step, check=True)
+            self._version += 1
+
+    @property
     def version(self) -> int:
         """Another number whenever read() gives other bytes than before: after a commit or, in the background, its beginning."""
         return self._version
