@@ -1,23 +1,29 @@
 """A link that becomes slower: noticed within five steps, predicted right, and another placement only where it pays."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from disk_training import on_disks
 from hypothesis import example, given, reject, settings
 from hypothesis import strategies as st
+from residual_model import batch, residual_model
 from small_questions import draw_question
-from throttled_io import HandClock, ThrottledIO
+from throttled_io import Bucket, HandClock, ThrottledIO
 
 from lamina.aio_native import AlignedBuffer, AsyncIO
 from lamina.bench.gpt import GPT, GPTShape
 from lamina.engine import initialize
+from lamina.engine.steering import Steering
 from lamina.tiers import (
     BandwidthModel,
     Budgets,
+    Choice,
     ComputeTimes,
     Curve,
+    Home,
     Link,
     Measured,
     PlacementError,
@@ -28,6 +34,7 @@ from lamina.tiers import (
 )
 from lamina.tiers.bandwidth import DISK
 from lamina.tiers.replan import Replanner
+from lamina.zero.move_rules import home_of
 
 MIB = 1 << 20
 
@@ -263,3 +270,72 @@ def test_a_real_step_follows_a_path_that_is_throttled_in_mid_run(
     assert after[0] <= 1.1 * after[1] + 0.05
     assert again[0] <= 1.1 * before[1] + 0.05
     assert faster == pytest.approx(1.0, rel=0.2), "it has recovered"
+
+
+def test_a_real_divided_state_is_divided_otherwise_when_reads_slow_down(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In an engine whose disk counts the time that it would take; the times of computing are given. They hide all that the disk
+    does until its reads slow down, so that memory may as well keep less of a state than it could."""
+    width, numel, passes_s = 512, 512 * 512, 0.1
+    usual = Link(name=DISK, read=Curve.flat(2.6e9), write=Curve.flat(4.16e9))
+    wishes = {"chunk_numel": numel // 8, "sub_group_numel": numel // 8, "retain_gradients": True}
+
+    def chosen(asked: PlacementQuestion) -> Choice:
+        times = ComputeTimes.proportional(
+            asked.segments, forward_s=passes_s / 3, backward_s=passes_s * 2 / 3, adam_elements_per_s=2e9
+        )
+        asked = replace(asked, links=BandwidthModel([usual]), times=times)
+        homes = choose(asked).placement.homes
+        less = {name: replace(home, kept=numel // 8) for name, home in homes.items() if home.kept}
+        return Choice.given(asked, asked.placement_at(dict(homes) | less))
+
+    monkeypatch.setattr("lamina.zero.choosing.choose", chosen)
+    monkeypatch.setattr("lamina.engine.zero_options.Wishes", lambda **given: Wishes(**(given | wishes)))
+    monkeypatch.setattr(Steering, "_new_times", lambda *_: None)
+
+    def run(name: str, *, reading: float) -> tuple[list[float], list[Mapping[str, Home]], float]:
+        """Losses, the homes after each step, and how many times the new optimum a step takes in the end."""
+        disk = Bucket(read_rate=2.6e9, write_rate=4.16e9)
+        engine = on_disks(
+            {tmp_path / name: disk},
+            monkeypatch,
+            residual_model(width),
+            changes={"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}},
+            device_bytes=numel * 4,
+            host_bytes=numel * 60,
+        )
+        losses, homes = [], []
+        with engine:
+            runtime = engine.runtime
+            for number in range(12):
+                if number == 3:
+                    disk.slow_down(reading, writing=1.0)
+                loss = engine(batch(number, width).bfloat16())
+                engine.backward(loss)
+                engine.step()
+                losses.append(loss.item())
+                homes.append(runtime.placement.homes)
+                for segment in runtime.segments:
+                    assert home_of(segment) == homes[-1][segment.name]
+            for arena in (runtime.host, runtime.device):
+                assert arena.peak <= arena.nbytes
+            choice = runtime.decision.choice
+            assert choice is not None
+            true = replace(choice.question, links=BandwidthModel([slower(usual, reading, 1.0)]))
+            return losses, homes, true.predict(runtime.placement).step_s / choose(true).predicted.step_s
+
+    def divided(homes: Mapping[str, Home]) -> dict[str, Home]:
+        return {name: home for name, home in homes.items() if home.kept}
+
+    (tmp_path / "stays").mkdir()
+    (tmp_path / "moves").mkdir()
+    losses, stayed, _ = run("stays", reading=1.0)
+    assert divided(stayed[-1])
+    assert stayed[-1] == stayed[0]
+    found, moved, worse = run("moves", reading=12.0)
+    assert found == losses
+    assert moved[:3] == stayed[:3]
+    assert divided(moved[-1]) != divided(stayed[-1])
+    assert moved[3 + 5] == moved[-1], "within five steps"
+    assert worse <= 1.1
