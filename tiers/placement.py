@@ -5,10 +5,16 @@ from dataclasses import dataclass, field
 
 from .homes import Home
 from .needs import OWN_GRADIENTS, OWN_STATE
+from .tier import Tier
 
 
 class PlacementError(ValueError):
-    """The budgets cannot work; the message shows the sum and the least that would."""
+    """The budgets cannot work; the message shows the sum and the least that would. ``least``: the latter, in bytes, of each tier
+    that is too small."""
+
+    def __init__(self, message: str, *, least: Mapping[Tier, int] | None = None) -> None:
+        super().__init__(message)
+        self.least = dict(least or {})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +30,8 @@ class Placement:
     fetch_buffer_count: int = 0
     scratch_bytes: int = 0
     reasons: Sequence[str] = field(default_factory=tuple)
+    last_resort: bool = False
+    """Nothing else fits: smaller groups may."""
 
     @property
     def device_bytes(self) -> int:

@@ -20,6 +20,9 @@ from .shares import divided, share_params, share_states
 from .tier import Tier
 
 EVERYTHING_FITS = "everything fits on the fastest tiers allowed"
+TRAINED_IN_MEMORY = (
+    "all that is trained is kept in memory: update buffers would need more host memory, raise tiers.host_bytes"
+)
 
 
 class Placer:
@@ -134,9 +137,12 @@ class Placer:
     def _settle(self) -> Placement | None:
         """Everything up at once needs neither window nor update buffers: tried before going one by one. Where not even everything
         down fits, gradients go to a scratch file, and host memory that is left holds gradients: a byte of them is written and
-        read, too."""
+        read, too. Where that does not fit, either, update buffers may be what is too large: all that is trained is kept in
+        memory."""
         for param in self.wishes.param_tiers:
-            everything = self._moved(self._slow.copy(), self._fastest(self._slow.homes, param))
+            everything = self._moved(
+                self._slow.copy(), self._all_at(self._slow.homes, param, self.wishes.state_tiers[0])
+            )
             if self._fits(everything, everything.num_fetched):
                 shared = self.wishes.param_shares or self.wishes.state_shares
                 return self._placement(everything, [] if shared else [EVERYTHING_FITS])
@@ -147,9 +153,20 @@ class Placer:
             needs = self._needs(spill=True)
             self.sub_group, self.staging = self._update_buffers(needs)
         if not self._fits(needs, 1):
-            raise PlacementError(self._refusal(needs))
+            return self._last_resort(needs)
         why = "gradients beyond host memory go to a scratch file on nvme: raise tiers.host_bytes to keep them"
         return self._placement(needs, [why])
+
+    def _last_resort(self, refused: Needs) -> Placement:
+        """All that is trained in memory, so that no update passes through buffers. Raises PlacementError where that does not fit,
+        either."""
+        needs = self._in_memory(self.budgets.device_bytes)
+        if not self._fits(needs, 1):
+            raise self._refusal(refused)
+        for claim in self._usual():
+            if not self.segments[claim.segment].trained:
+                self._serve(needs, claim, 1)
+        return replace(self._placement(needs, [TRAINED_IN_MEMORY]), last_resort=True)
 
     # -- homes to begin with -------------------------------------------------------------------------------------------
 
@@ -167,12 +184,11 @@ class Placer:
             homes = share_states(self.segments, homes, wishes.state_shares)
         return homes | dict(self.fixed)
 
-    def _fastest(self, homes: Mapping[str, Home], param: Tier) -> dict[str, Home]:
-        """Everything on the fastest tier of its kind, the parameters on this one."""
+    def _all_at(self, homes: Mapping[str, Home], param: Tier, state: Tier) -> dict[str, Home]:
+        """Everything that is free to go there on these tiers."""
         moved = {s.name: self._param_at(s, homes[s.name], param) for s in self.segments}
         if self.wishes.state_shares:
             return moved
-        state = self.wishes.state_tiers[0]
         return {name: home if name in self.fixed else replace(home, state=state) for name, home in moved.items()}
 
     def _param_at(self, s: SegmentSize, home: Home, tier: Tier) -> Home:
@@ -190,6 +206,18 @@ class Placer:
                 return moved
         return None
 
+    def _in_memory(self, device: int | None) -> Needs:
+        """What is trained on host, as far as it is allowed there, but for what so many bytes of the device tier hold, parameters
+        first: whether or not host memory holds it."""
+        param, state = _slowest_memory(self.wishes.param_tiers), _slowest_memory(self.wishes.state_tiers)
+        homes = self._all_at(self._slow.homes, param, state)
+        frozen = {s.name: self._slow.homes[s.name] for s in self.segments if not s.trained}
+        needs = self._moved(self._slow.copy(), homes | frozen)
+        for claim in self._usual():
+            if self.segments[claim.segment].trained:
+                self._serve(needs, claim, 1, lambda: device is None or needs.device_bytes(1) <= device)
+        return needs
+
     def _moved(self, needs: Needs, homes: Mapping[str, Home]) -> Needs:
         for s in self.segments:
             if needs.homes[s.name] != homes[s.name]:
@@ -202,15 +230,16 @@ class Placer:
         for state in (False, True):
             yield from (Claim(index, state) for index in range(len(self.segments)))
 
-    def _serve(self, needs: Needs, claim: Claim, window: int) -> None:
-        """Move what is claimed to the fastest tier where the budgets still hold."""
+    def _serve(self, needs: Needs, claim: Claim, window: int, fits: Callable[[], bool] | None = None) -> None:
+        """Move what is claimed to the fastest tier where the budgets still hold; or where ``fits`` says so."""
         s = self.segments[claim.segment]
+        fits = fits or (lambda: self._fits(needs, window))
         if not claim.state:
             tiers = _from(self.wishes.param_tiers, claim.tier)
-            self._raise(needs, s, window, tiers, lambda home, tier: self._param_at(s, home, tier))
+            self._raise(needs, s, tiers, lambda home, tier: self._param_at(s, home, tier), fits)
         elif self._state_is_free(needs, s):
             tiers = _from(self.wishes.state_tiers, claim.tier)
-            self._raise(needs, s, window, tiers, lambda home, tier: replace(home, state=tier))
+            self._raise(needs, s, tiers, lambda home, tier: replace(home, state=tier), fits)
 
     def _state_is_free(self, needs: Needs, s: SegmentSize) -> bool:
         """Whether a segment's state may come into memory: its parameters must be there."""
@@ -218,16 +247,21 @@ class Placer:
         return s.trained and needs.homes[s.name].param is not Tier.NVME and not bound
 
     def _raise(
-        self, needs: Needs, s: SegmentSize, window: int, tiers: Sequence[Tier], move: Callable[[Home, Tier], Home]
+        self,
+        needs: Needs,
+        s: SegmentSize,
+        tiers: Sequence[Tier],
+        move: Callable[[Home, Tier], Home],
+        fits: Callable[[], bool],
     ) -> None:
-        """Move one segment to the fastest of ``tiers`` where the budgets still hold."""
+        """Move one segment to the fastest of ``tiers`` where everything still fits."""
         for tier in tiers[:-1]:
             before = needs.homes[s.name]
             moved = move(before, tier)
             if moved == before:
                 break
             needs.move(s, moved)
-            if self._fits(needs, window):
+            if fits():
                 break
             needs.move(s, before)
 
@@ -253,27 +287,35 @@ class Placer:
 
     # -- refusal -------------------------------------------------------------------------------------------------------
 
-    def _refusal(self, needs: Needs) -> str:
+    def _refusal(self, needs: Needs) -> PlacementError:
         """The sum that does not fit, and the least that would."""
-        least = self._staging_bytes(min(self.wishes.chunk_numel, _multiple(self._largest_shard(), 32)))
-        device, host = needs.device_items(1), needs.host_items(self.staging)
-        ways = [(needs.device_bytes(1), needs.host_bytes(least))]
-        for param in self.wishes.param_tiers:
-            everything = self._moved(needs.copy(), self._fastest(needs.homes, param))
-            ways.append((everything.device_bytes(everything.num_fetched), everything.host_bytes(least)))
-        budgets = (self.budgets.device_bytes, self.budgets.host_bytes)
-        lines = []
-        for index, (tier, items) in enumerate(((Tier.DEVICE, device), (Tier.HOST, host))):
+        totals = (needs.device_items(1), needs.host_items(self.staging))
+        budgets = [self.budgets.device_bytes, self.budgets.host_bytes]
+        lines, least = [], {}
+        for index, (tier, items) in enumerate(zip((Tier.DEVICE, Tier.HOST), totals, strict=True)):
             total, budget, other = sum(items.values()), budgets[index], budgets[1 - index]
             if budget is None or total <= budget:
                 continue
-            enough = min(way[index] for way in ways if way is ways[0] or other is None or way[1 - index] <= other)
+            slow, *ways = self._ways(needs, budgets[0])
+            enough = min([slow[index], *(way[index] for way in ways if other is None or way[1 - index] <= other)])
             parts = " + ".join(f"{name} {size:,}" for name, size in items.items())
             lines.append(
                 f"tiers.{tier}_bytes is {budget:,}, but at least {enough:,} are needed even with "
                 f"{self._said_where()}: {parts} = {total:,}. Write {enough:,} or more"
             )
-        return "\n".join(lines)
+            budgets[index] = least[tier] = enough
+        return PlacementError("\n".join(lines), least=least)
+
+    def _ways(self, slow: Needs, device: int | None) -> Iterator[tuple[int, int]]:
+        """Bytes of device and host memory with everything on the slowest tiers, at once on the fastest, and in memory."""
+        least = self._staging_bytes(min(self.wishes.chunk_numel, _multiple(self._largest_shard(), 32)))
+        yield slow.device_bytes(1), slow.host_bytes(least)
+        for param in self.wishes.param_tiers:
+            homes = self._all_at(self._slow.homes, param, self.wishes.state_tiers[0])
+            everything = self._moved(self._slow.copy(), homes)
+            yield everything.device_bytes(everything.num_fetched), everything.host_bytes(least)
+        in_memory = self._in_memory(device)
+        yield in_memory.device_bytes(1), in_memory.host_bytes(least)
 
     def _said_where(self) -> str:
         wishes = self.wishes
@@ -283,6 +325,11 @@ class Placer:
 
     def _largest_shard(self) -> int:
         return max((s.shard_numel for s in self.segments if s.trained), default=0)
+
+
+def _slowest_memory(tiers: Sequence[Tier]) -> Tier:
+    """The slowest of these tiers that is memory; the slowest of all where none is."""
+    return ([tier for tier in tiers if tier is not Tier.NVME] or tiers)[-1]
 
 
 def _from(tiers: Sequence[Tier], first: Tier | None) -> Sequence[Tier]:

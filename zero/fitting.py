@@ -16,7 +16,8 @@ from lamina.tiers import (
 )
 
 from .collectives import Ranks
-from .grouping import GroupSpec, find_groups
+from .group_use import used_together
+from .grouping import find_groups
 from .options import ZeroOptions
 from .own_state import OwnState
 from .param_group import ParamGroup
@@ -31,11 +32,12 @@ def fit_groups(
 ) -> tuple[list[ParamGroup], PlacementQuestion, Placement]:
     """Groups, what decides their homes (but for links and times), and the homes that the budgets alone suggest.
 
-    Raises PlacementError, with the sum and the largest parameter, when no grouping fits the budgets."""
+    Coarse groups before finer ones, and both before those that only fit by the last resort of the placement. Raises
+    PlacementError, with the least sum and the largest parameter, when no grouping fits the budgets."""
     chooser = options.grouping.chooser(module)
     options.grouping.leaves.require_present(module)
-    refusal: PlacementError | None = None
-    groups: list[ParamGroup] = []
+    refusals: list[PlacementError] = []
+    last_resort: tuple[list[ParamGroup], PlacementQuestion, Placement] | None = None
     seen: set[tuple[tuple[str, int], ...]] = set()
     numel = sum(parameter.numel() for parameter in module.parameters())
     for limits in options.grouping.limits.for_model(numel).finer():
@@ -66,17 +68,25 @@ def fit_groups(
             links=BandwidthModel([]),
             times=ComputeTimes(forward_s=(), backward_s=(), adam_elements_per_s=1.0),
             generations=options.generations,
-            together=tuple(dict.fromkeys(_used_at_once(module, specs))),
+            together=used_together(module, specs),
             micro_batches=options.micro_batches,
             lookahead=options.lookahead,
         )
         try:
-            return groups, question, question.place()
+            placement = question.place()
         except PlacementError as error:
-            refusal = error
+            refusals.append(error)
+        else:
+            if not placement.last_resort:
+                return groups, question, placement
+            last_resort = last_resort or (groups, question, placement)
         if not options.grouping.automatic:
             break
-    raise PlacementError(f"{refusal}{_persistent(groups)}{_largest_parameter(groups)}") from refusal
+    if last_resort is not None:
+        return last_resort
+    refusal = min(refusals, key=lambda error: sum(error.least.values()))
+    told = f"{refusal}{_persistent(groups)}{_largest_parameter(groups)}"
+    raise PlacementError(told, least=refusal.least) from refusal
 
 
 def segment_size(segment: Segment, options: ZeroOptions, ranks: Ranks, own_state: OwnState) -> SegmentSize:
@@ -108,19 +118,6 @@ def _masters(segment: Segment) -> Iterator[tuple[nn.Parameter, torch.Size]]:
         yield from ((p, torch.Size(slot.shape)) for p, slot in zip(segment.parameters, layout.slots, strict=True))
     else:
         yield from ((segment.parameters[i], torch.Size([b - a])) for i, a, b in layout.pieces(segment.rank))
-
-
-def _used_at_once(module: nn.Module, specs: Sequence[GroupSpec]) -> Iterator[tuple[int, ...]]:
-    """For every module, the groups that its forward pins, with those of the modules around it, where these are several."""
-    group_of = {id(parameter): index for index, spec in enumerate(specs) for _, parameter in spec.parameters}
-    stack: list[tuple[nn.Module, list[int]]] = [(module, [])]
-    while stack:
-        part, around = stack.pop()
-        own = {group_of[id(parameter)] for parameter in part.parameters(recurse=False)}
-        used = sorted({*around, *own})
-        if own and len(used) > 1:
-            yield tuple(used)
-        stack += [(child, used) for child in part.children()]
 
 
 def _persistent(groups: Sequence[ParamGroup]) -> str:

@@ -1,6 +1,6 @@
 """Placement without any cunning: every sum is taken anew for every assignment of homes. What place() must agree with."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from lamina.tiers import Budgets, Claim, Home, Order, SegmentSize, Tier, Wishes
@@ -110,7 +110,7 @@ class PlainNeeds:
 @dataclass(frozen=True, kw_only=True)
 class PlainSearch:
     """The moves of placer.py in an order, each tried on a copy of all homes. Only for budgets that hold everything on the slowest
-    tiers."""
+    tiers or all that is trained in memory."""
 
     segments: Sequence[SegmentSize]
     budgets: Budgets
@@ -122,10 +122,13 @@ class PlainSearch:
     def needs(self, homes: Homes) -> PlainNeeds:
         return PlainNeeds(segments=self.segments, homes=homes, wishes=self.wishes, together=self.together)
 
+    def fits_device(self, homes: Homes, window: int) -> bool:
+        return self.budgets.device_bytes is None or self.needs(homes).device(window) <= self.budgets.device_bytes
+
     def fits(self, homes: Homes, window: int) -> bool:
         needs, staging = self.needs(homes), staging_bytes(self.segments, self.wishes, self.sub_group)
-        device, host = self.budgets.device_bytes, self.budgets.host_bytes
-        return (device is None or needs.device(window) <= device) and (host is None or needs.host(staging) <= host)
+        host = self.budgets.host_bytes
+        return self.fits_device(homes, window) and (host is None or needs.host(staging) <= host)
 
     def all_at(self, param: Tier, state: Tier) -> Homes:
         return {s.name: Home(param=Tier.DEVICE if s.persistent else param, state=state) for s in self.segments}
@@ -137,6 +140,8 @@ class PlainSearch:
             if self.fits(everything, len(self.needs(everything).fetched())):
                 return everything
         homes = self.all_at(params[-1], states[-1])
+        if not self.fits(homes, 1):
+            return self.in_memory()
         window = min(self.order.window, len(self.needs(homes).fetched()))
         while window > 1 and not self.fits(homes, window):
             window -= 1
@@ -166,7 +171,20 @@ class PlainSearch:
             homes = self.raised(homes, claim, window)
         return homes
 
-    def raised(self, homes: Homes, claim: Claim, window: int) -> Homes:
+    def in_memory(self) -> Homes:
+        """What is trained: on the device tier what it has room for, all else on host. The rest as memory is left."""
+        slow = self.all_at(self.wishes.param_tiers[-1], self.wishes.state_tiers[-1])
+        homes = self.all_at(self.wishes.param_tiers[-2], self.wishes.state_tiers[-2])
+        homes = {s.name: (homes if s.trained else slow)[s.name] for s in self.segments}
+        claims = [Claim(index, state) for state in (False, True) for index in range(len(self.segments))]
+        for trained, fits in ((True, self.fits_device), (False, self.fits)):
+            for claim in [claim for claim in claims if self.segments[claim.segment].trained is trained]:
+                homes = self.raised(homes, claim, 1, fits)
+        return homes
+
+    def raised(
+        self, homes: Homes, claim: Claim, window: int, fits: Callable[[Homes, int], bool] | None = None
+    ) -> Homes:
         s = self.segments[claim.segment]
         what, tiers = ("state", self.wishes.state_tiers) if claim.state else ("param", self.wishes.param_tiers)
         fixed = (not s.trained or homes[s.name].param is Tier.NVME) if claim.state else s.persistent
@@ -175,7 +193,7 @@ class PlainSearch:
             moved = homes | {s.name: replace(homes[s.name], **{what: tier})}
             if moved == homes:
                 break
-            if self.fits(moved, window):
+            if (fits or self.fits)(moved, window):
                 return moved
         return homes
 

@@ -73,6 +73,27 @@ def test_a_refusal_names_the_least_that_works_and_that_works() -> None:
         place(segments, Budgets(device_bytes=least["device"] - 1, host_bytes=least["host"]), wishes)
 
 
+@pytest.mark.parametrize("device", [172_032, 400_000])
+@pytest.mark.parametrize("state_tiers", [(Tier.DEVICE, Tier.HOST, Tier.NVME), (Tier.HOST, Tier.NVME)])
+@pytest.mark.parametrize("gpu", [False, True])
+def test_where_update_buffers_are_larger_than_the_states_all_is_kept_in_memory(
+    device: int, state_tiers: tuple[Tier, ...], gpu: bool
+) -> None:
+    segments = [block(0, 85_056, block=False), *(block(index, 320) for index in range(1, 5))]
+    in_place = (Tier.DEVICE,) if gpu else (Tier.DEVICE, Tier.HOST)
+    wishes = Wishes(state_tiers=state_tiers, separate_device=gpu, in_place_tiers=in_place)
+    with pytest.raises(PlacementError) as refused:
+        place(segments, Budgets(device_bytes=device, host_bytes=1), wishes)
+    least = int(re.search(r"host_bytes.*?Write ([\d,]+)", str(refused.value))[1].replace(",", ""))  # type: ignore[index]
+    assert least < 1_400_000
+    placement = place(segments, Budgets(device_bytes=device, host_bytes=least), wishes)
+    assert placement.host_bytes == least
+    assert placement.device_bytes <= device
+    assert placement.nvme_bytes == 0
+    with pytest.raises(PlacementError, match=f"at least {least:,} are needed"):
+        place(segments, Budgets(device_bytes=device, host_bytes=least - 1), wishes)
+
+
 def test_gradients_that_are_used_up_as_they_come_need_room_for_two_blocks_only() -> None:
     segments = [block(i) for i in range(8)] + [block(8, block=False)]
     wishes = Wishes(state_tiers=(Tier.NVME,), overlap_update=True)
