@@ -15,11 +15,11 @@ from lamina.engine.planner.machine_presets import MACHINE_PRESETS, machine_prese
 from lamina.engine.planner.model_input import read_model
 from lamina.engine.planner.model_presets import MODEL_PRESETS, model_preset
 from lamina.engine.planner.model_shape import LoraShape, ModelShape, ParamInventory
+from lamina.engine.planner.module_shape import shape_from_module
 from lamina.engine.planner.options import Option, Plan, Question, plan
 from lamina.engine.planner.placement import Placement, all_placements
 from lamina.engine.planner.plain_data import plan_data
 from lamina.engine.planner.step_time import StepTime, step_time
-from lamina.engine.planner.tensor_names import shape_from_module
 from lamina.engine.planner.this_machine import this_machine
 from lamina.engine.planner.wear import Wear, drive_wear
 from lamina.engine.planner.workload import Workload

@@ -110,6 +110,7 @@ class Case:
             homes={segment.name: home for segment in self.segments},
             wishes=self.wishes,
             generations=self.buffers.generations,
+            together=self.slice.places_together,
             spill=self.place.grad == NVME,
         )
 

@@ -26,7 +26,7 @@ def window_bytes(case: Case) -> int:
     reserved = needs.window_bytes(1 + own.lookahead)
     while (held := max(_held(case, reserved), _held(case, reserved + buckets) - buckets)) < reserved:
         reserved = held
-    return reserved
+    return max(reserved, needs.window_bytes(1))  # what is used at the same time must have room wherever it lies
 
 
 def _held(case: Case, capacity: int) -> int:

@@ -241,12 +241,15 @@ def _t5(fields: _Fields, name: str) -> ModelShape:
     decoder = fields.get("num_decoder_layers", encoder)
     vocab = fields.need("vocab_size")
     gated = "gated" in fields.text("feed_forward_proj")
-    tied = fields.flag("tie_word_embeddings", True)
+    notes = ["encoder and decoder blocks are planned one after the other at the same sequence length"]
+    if not fields.flag("tie_word_embeddings", True):
+        notes.append("counted with the head tied, as transformers builds it whatever tie_word_embeddings says")
     attention = 4 * hidden * inner
     feed_forward = (3 if gated else 2) * hidden * ffn
-    buckets = 2 * fields.get("relative_attention_num_buckets", 32) * heads
-    blocks = (attention + feed_forward + 2 * hidden,) * encoder
-    blocks += (2 * attention + feed_forward + 3 * hidden,) * decoder
+    buckets = fields.get("relative_attention_num_buckets", 32) * heads
+    sides = ((encoder, attention + feed_forward + 2 * hidden), (decoder, 2 * attention + feed_forward + 3 * hidden))
+    # The first block of each side has its table of relative positions.
+    blocks = tuple(block + (0 if index else buckets) for count, block in sides for index in range(count))
     return ModelShape(
         name=name,
         layers=encoder + decoder,
@@ -258,14 +261,13 @@ def _t5(fields: _Fields, name: str) -> ModelShape:
         gated=gated,
         bias=False,
         norm_bias=False,
-        tied=tied,
         inventory=ParamInventory(
-            before=(vocab * hidden, buckets),
+            before=(vocab * hidden,),
             blocks=blocks,
-            after=(2 * hidden, 0 if tied else vocab * hidden),
+            after=(2 * hidden,),
             largest_param=max(vocab * hidden, hidden * ffn, hidden * inner),
         ),
-        notes=("encoder and decoder blocks are planned one after the other at the same sequence length",),
+        notes=tuple(notes),
     )
 
 
@@ -335,7 +337,7 @@ def _decoder(fields: _Fields, name: str, family: _Family) -> ModelShape:
         norms_per_layer=family.norms_per_layer,
         final_norm=family.final_norm,
         tied=fields.flag("tie_word_embeddings", family.tied),
-        head_extra=vocab if family.head_bias else 0,
+        head_bias=family.head_bias,
         experts=experts,
         experts_active=fields.need("num_experts_per_tok", "num_experts_per_token") if experts else 0,
     )

@@ -8,7 +8,7 @@ from typing import Any
 from lamina.engine.planner.errors import PlanError
 from lamina.engine.planner.hf_config import is_known, shape_from_config
 from lamina.engine.planner.model_shape import ModelShape
-from lamina.engine.planner.tensor_names import shape_from_module
+from lamina.engine.planner.module_shape import shape_from_module
 
 
 def shape_of_family(config: Mapping[str, Any], *, name: str, source: str) -> ModelShape:
@@ -56,7 +56,7 @@ def _from_library(config: Mapping[str, Any], kind: str, *, name: str, source: st
     note = f"counted as transformers {transformers.__version__} builds {type(module).__name__}"
     heads = getattr(made.get_text_config(), "num_attention_heads", None)
     shape = shape_from_module(module, name=name, heads=heads or None)
-    return replace(shape, trainable=None, notes=(*shape.notes, note))
+    return replace(shape, notes=(*shape.notes, note))
 
 
 def _class(transformers: Any, config: Mapping[str, Any], made: Any) -> Any:

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from lamina.engine.planner.errors import PlanError
+from lamina.engine.planner.formed_groups import FormedGroups
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +59,8 @@ class ModelShape:
     final_norm: bool = True
     tied: bool = True
     """The head shares the embedding."""
+    head_bias: bool = False
+    """The head has a bias; where it shares the embedding, both are used at the same time."""
     experts: int = 0
     """Experts per block; 0 for a dense model."""
     experts_active: int = 0
@@ -157,7 +160,11 @@ class ModelShape:
     def head_params(self) -> int:
         """Final norm and, when it is not tied, the output matrix."""
         norm = self.hidden * (2 if self.norm_bias else 1) if self.final_norm else 0
-        return norm + self.head_extra + (0 if self.tied else self.vocab * self.hidden)
+        return norm + self.head_extra + self._head_matrix + (self.vocab if self.head_bias else 0)
+
+    @property
+    def _head_matrix(self) -> int:
+        return 0 if self.tied else self.vocab * self.hidden
 
     @property
     def lora_params(self) -> int:
@@ -181,11 +188,11 @@ class ModelShape:
         block = self.block_params + self.lora_params
         largest = max(self.vocab * self.hidden, *(a * b for a, b in self.matrices().values()))
         table = self.vocab * self.hidden
-        norm_and_extra = self.head_params - (0 if self.tied else table)
+        head = 0 if self.tied else table + (self.vocab if self.head_bias else 0)
         return ParamInventory(
             before=(table, self.positions * self.hidden, self.root_extra),
             blocks=(block,) * self.layers,
-            after=(norm_and_extra, 0 if self.tied else table),
+            after=(self.head_params - head, head),
             largest_param=largest,
         )
 
@@ -205,9 +212,15 @@ class ModelShape:
     def active_params(self) -> int:
         """Parameters that one token passes through: fewer than all in a mixture of experts."""
         if not self.experts:
-            return self.total_params
+            return self.total_params + self._used_again
         expert = sum(self._linear(n, s) for n, s in self.matrices().items() if n in ("up", "down", "gate"))
         return self.total_params - (self.layers - self.dense_layers) * (self.experts - self.experts_active) * expert
+
+    @property
+    def _used_again(self) -> int:
+        """Parameters of blocks that are used several times, for every time but the first."""
+        blocks = self.params.blocks
+        return max(self.layers - len(blocks), 0) * sum(blocks) // max(len(blocks), 1)
 
     def with_layers(self, layers: int) -> "ModelShape":
         """The same model with another depth."""
@@ -225,6 +238,8 @@ class ParamInventory:
     """Of each module after the blocks: the last norm, an output matrix that is not tied."""
     largest_param: int
     """Elements of the largest single tensor."""
+    formed: FormedGroups | None = None
+    """The groups that the engine forms, where there is a module to tell."""
 
     @property
     def embedding(self) -> int:

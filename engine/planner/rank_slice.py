@@ -6,6 +6,7 @@ from functools import cached_property, reduce
 from itertools import groupby
 
 from lamina.engine.planner.errors import PlanError
+from lamina.engine.planner.formed_groups import FormedGroups
 from lamina.engine.planner.model_shape import ModelShape
 from lamina.engine.planner.placement import Placement, data_parallel_ranks
 from lamina.engine.planner.state_bytes import shard_numel
@@ -25,15 +26,22 @@ class RankSlice:
     ranks: int
     """Data-parallel ranks that share each group."""
     layers: int
-    """Blocks of this rank."""
+    """Blocks of this rank, one that is used several times as often."""
     order: tuple[int, ...]
     """Groups as a forward pass uses them: the root group twice where some of it lies before the blocks and some behind them."""
+    together: tuple[tuple[int, ...], ...] = ()
+    """Groups that are used at the same time: an output matrix that is the table of tokens, and its bias."""
 
     @cached_property
     def places(self) -> tuple[int, ...]:
         """Of each group, how many others are used first before it."""
         first = {group: place for place, group in enumerate(dict.fromkeys(self.order))}
         return tuple(first.get(group, len(first)) for group in range(len(self.groups)))
+
+    @cached_property
+    def places_together(self) -> tuple[tuple[int, ...], ...]:
+        """``together`` by the groups' places."""
+        return tuple(tuple(self.places[group] for group in used) for used in self.together)
 
     @cached_property
     def numel(self) -> int:
@@ -114,8 +122,11 @@ def rank_slice(model: ModelShape, place: Placement, world: int) -> RankSlice:
         raise PlanError(f"placement: pipeline {place.pipeline} exceeds the {len(params.blocks)} blocks of {model.name}")
     if place.tensor > model.heads:
         raise PlanError(f"placement: tensor {place.tensor} exceeds the {model.heads} heads of {model.name}")
-    layers = -(-len(params.blocks) // place.pipeline)
-    blocks = sorted(params.blocks, reverse=True)[:layers] if place.pipeline > 1 else params.blocks
+    count = -(-len(params.blocks) // place.pipeline)
+    layers = max(count, -(-model.layers // place.pipeline))  # a block may be used several times
+    if params.formed is not None and place.model_parallel == 1 and model.lora is None:
+        return _as_formed(params.formed, model, ranks=ranks, layers=layers)
+    blocks = sorted(params.blocks, reverse=True)[:count] if place.pipeline > 1 else params.blocks
     before, after = params.before, params.after
     if place.pipeline > 1:
         # First and last stage are different ranks; a tied table lives on both.
@@ -136,8 +147,11 @@ def rank_slice(model: ModelShape, place: Placement, world: int) -> RankSlice:
     ]
     modules = [[-(-numel // place.tensor) for numel in side if numel] for side in (before, after)]
     sequence, uses = _in_order(modules[0], in_blocks, modules[1], share if adapters is None else 0.0)
+    at_once: list[int] = []
     if model.tied and modules[0]:
-        uses.append(uses[0])  # the table of tokens is the head, too
+        table = uses[modules[0].index(max(modules[0]))]  # of tokens: it is the head, too
+        at_once = [table, uses[-1]] if model.head_bias else []
+        uses += at_once or [table]
     limits = GroupLimits().for_model(sum(group.numel for group in sequence))
     members = join_tiny([group.numel for group in sequence], limits.tiny_numel)
     joined = [reduce(_Group.with_next, [sequence[index] for index in indices]) for indices in members]
@@ -152,6 +166,24 @@ def rank_slice(model: ModelShape, place: Placement, world: int) -> RankSlice:
         ranks=ranks,
         layers=layers,
         order=tuple(ordered.index(at) for at, _ in groupby(group_of[index] for index in uses)),
+        together=(tuple(sorted({ordered.index(group_of[index]) for index in at_once})),) if at_once else (),
+    )
+
+
+def _as_formed(formed: FormedGroups, model: ModelShape, *, ranks: int, layers: int) -> RankSlice:
+    """The groups that the engine forms; with a number of trainable parameters of the user's own, an equal part of each is."""
+    trainable, trained = formed.trainable, sum(formed.trainable)
+    if model.trainable_params != trained:
+        share = model.trainable_params / model.total_params
+        trainable = tuple(round(numel * share) for numel in formed.numels)
+    return RankSlice(
+        groups=formed.numels,
+        trainable=trainable,
+        num_outside=formed.num_outside,
+        ranks=ranks,
+        layers=layers,
+        order=formed.order,
+        together=formed.together,
     )
 
 

@@ -34,6 +34,7 @@ def placement_question(case: Case) -> PlacementQuestion:
         links=_links(case),
         times=_times(case),
         generations=case.buffers.generations,
+        together=case.slice.places_together,
         micro_batches=case.load.accumulation,
         lookahead=case.buffers.lookahead,
     )

@@ -1,38 +1,20 @@
-"""Model shapes from the names and shapes of tensors: safetensors files or a torch module (also on the meta
-device)."""
+"""Model shapes from the names and shapes of tensors, as safetensors files tell them."""
 
 import json
 import re
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from pathlib import Path
-from typing import Any, Protocol
 
 from lamina.engine.planner.errors import PlanError
-from lamina.engine.planner.hf_config import usual_shape
+from lamina.engine.planner.formed_groups import FormedGroups
 from lamina.engine.planner.model_shape import ModelShape, ParamInventory
 
 _BLOCK = re.compile(r"^(.*?\b(?:h|layers?|blocks?))\.(\d+)\.")
 _POSITIONS = re.compile(r"pos|wpe", re.IGNORECASE)
 _LARGEST_HEADER = 100_000_000  # the format's own limit
-
-
-class _Parameter(Protocol):
-    @property
-    def shape(self) -> Sequence[int]: ...
-
-    @property
-    def requires_grad(self) -> bool: ...
-
-
-class ModuleLike(Protocol):
-    """What is read of a torch module: its parameters, tied ones once."""
-
-    def named_parameters(self) -> Iterable[tuple[str, Any]]:
-        """Names and parameters."""
-        ...
 
 
 def shape_from_tensors(
@@ -42,23 +24,23 @@ def shape_from_tensors(
     heads: int | None = None,
     trainable: int | None = None,
     config: ModelShape | None = None,
+    block_of: Mapping[str, str | None] | None = None,
+    formed: FormedGroups | None = None,
 ) -> ModelShape:
-    """A shape whose groups are counted from tensors. ``config`` gives what tensors do not tell (heads and
-    kin).
+    """A shape whose groups are counted from tensors.
 
-    Raises PlanError when no blocks or no embedding can be found.
+    ``config`` gives what tensors do not tell (heads and kin), ``block_of`` the block of each tensor (without it, its name tells),
+    ``formed`` the groups that the engine forms. Raises PlanError when no blocks or no embedding can be found.
     """
-    blocks: dict[tuple[str, int], dict[str, tuple[int, ...]]] = {}
+    blocks: dict[str, dict[str, tuple[int, ...]]] = {}
     root: dict[str, tuple[int, ...]] = {}
     for key, raw in tensors.items():
-        size, match = tuple(int(n) for n in raw), _BLOCK.match(key)
-        if match is None:
-            root[key] = size
-        else:
-            blocks.setdefault((match.group(1), int(match.group(2))), {})[key] = size
+        size = tuple(int(n) for n in raw)
+        block = block_of[key] if block_of is not None else _block_named(key)
+        (root if block is None else blocks.setdefault(block, {}))[key] = size
     tables = [size for key, size in root.items() if len(size) == 2 and not _POSITIONS.search(key)]
     if not blocks or not tables:
-        what = "blocks (names such as layers.0.…)" if not blocks else "an embedding outside of the blocks"
+        what = "blocks (names such as layers.0.…)" if not blocks else "embedding outside of the blocks"
         raise PlanError(f"{name}: found no {what} among {len(tensors)} tensors; give layers=…,hidden=…,heads=…")
     vocab, hidden = max(tables, key=prod)
     before, after = _outside(list(tensors), root)
@@ -67,9 +49,12 @@ def shape_from_tensors(
         blocks=tuple(sum(prod(size) for size in block.values()) for block in blocks.values()),
         after=after,
         largest_param=max(prod(size) for size in tensors.values()),
+        formed=formed,
     )
+    head_bias = any(_is_bias_of_the_table(key, size, root, vocab) for key, size in root.items())
     if config is not None:
-        return replace(config, inventory=inventory, trainable=trainable)
+        tied = config.tied or head_bias
+        return replace(config, inventory=inventory, trainable=trainable, tied=tied, head_bias=head_bias)
     first = next(iter(blocks.values()))
     widths = [max(size) for size in first.values() if len(size) == 2 and hidden in size and min(size) == hidden]
     widths += [max(size) for size in first.values() if len(size) == 2 and sorted(size)[0] == hidden]
@@ -88,11 +73,23 @@ def shape_from_tensors(
         ffn=ffn,
         vocab=vocab,
         gated=len(is_ffn) >= 3,
-        tied=len([size for size in tables if size[0] == vocab]) < 2,
+        tied=head_bias or len([size for size in tables if size[0] == vocab]) < 2,
+        head_bias=head_bias,
         inventory=inventory,
         trainable=trainable,
         notes=tuple(notes),
     )
+
+
+def _is_bias_of_the_table(key: str, size: Sequence[int], root: Mapping[str, Sequence[int]], vocab: int) -> bool:
+    """Whether a tensor is the bias of an output matrix that is not there, as it is the table of tokens."""
+    owner, _, name = key.rpartition(".")
+    return name == "bias" and tuple(size) == (vocab,) and f"{owner}.weight" not in root
+
+
+def _block_named(key: str) -> str | None:
+    match = _BLOCK.match(key)
+    return match and match.group(0)
 
 
 def _outside(names: Sequence[str], root: Mapping[str, Sequence[int]]) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -104,22 +101,6 @@ def _outside(names: Sequence[str], root: Mapping[str, Sequence[int]]) -> tuple[t
             side, owner = sides[at > first_block], name.rpartition(".")[0]
             side[owner] = side.get(owner, 0) + prod(root[name])
     return tuple(sides[0].values()), tuple(sides[1].values())
-
-
-def shape_from_module(module: ModuleLike, *, name: str, heads: int | None = None) -> ModelShape:
-    """The shape of a torch module; nothing is read but names, shapes and ``requires_grad``.
-
-    A Hugging Face module's own config tells heads and experts, where it names them as usual.
-    """
-    tensors, trainable = {}, 0
-    for key, parameter in module.named_parameters():
-        tensors[key] = tuple(int(n) for n in parameter.shape)
-        trainable += prod(tensors[key]) if parameter.requires_grad else 0
-    config = getattr(module, "config", None)
-    known = None
-    if config is not None and hasattr(config, "to_dict"):
-        known = usual_shape(config.to_dict(), name=name, source=f"{name}.config")
-    return shape_from_tensors(tensors, name=name, heads=heads, trainable=trainable, config=known)
 
 
 def safetensors_shapes(path: Path) -> dict[str, tuple[int, ...]]:
