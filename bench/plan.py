@@ -201,7 +201,12 @@ def question_of(given: argparse.Namespace) -> Question:
         barrier=not given.no_barrier,
     )
     machine = find_machine(
-        given.machine, ranks=given.ranks, nvme_path=given.nvme_path, profile=given.profile, changes=pairs(given.set)
+        given.machine,
+        ranks=given.ranks,
+        dtype=load.dtype,
+        nvme_path=given.nvme_path,
+        profile=given.profile,
+        changes=pairs(given.set),
     )
     buffers = Buffers(
         lookahead=given.lookahead,

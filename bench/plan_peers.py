@@ -1,57 +1,44 @@
-"""How fast processes of this machine exchange bytes over its loop-back interface, as the ranks of a CPU machine do."""
+"""How fast ranks of this machine exchange bytes through gloo, as the engine's own do on CPUs.
 
-import contextlib
-import socket
-import subprocess
+Run as `python -m lamina.bench.plan_peers STORE RANK RANKS DTYPE NBYTES` by peer_rate(), once for each rank.
+"""
+
+import json
 import sys
-import threading
-import time
+import tempfile
+from pathlib import Path
 
-NBYTES = 96 << 20
-BLOCK = 1 << 20
-TIMEOUT_S = 30.0
+from lamina.bench.nvme.gather import run_ranks
 
-
-def exchange(connection: socket.socket, nbytes: int = NBYTES) -> float:
-    """Send so many bytes and receive as many at the same time; the seconds that it took. Raises OSError when the other side
-    ends early or is silent for TIMEOUT_S."""
-    connection.settimeout(TIMEOUT_S)
-    block = bytes(BLOCK)
-
-    def send() -> None:
-        with contextlib.suppress(OSError):  # the receiving half tells
-            for _ in range(nbytes // BLOCK):
-                connection.sendall(block)
-
-    began = time.perf_counter()
-    sender = threading.Thread(target=send, name="lamina-exchange")
-    sender.start()
-    into, got = bytearray(BLOCK), 0
-    try:
-        while got < nbytes:
-            size = connection.recv_into(into)
-            if not size:
-                raise ConnectionError(f"the other process ended after {got:,} of {nbytes:,} bytes")
-            got += size
-    finally:
-        sender.join()
-    return time.perf_counter() - began
+MODULE = "lamina.bench.plan_peers"
+NBYTES = 16 << 20
+MOST = 4
+"""Processes that are started at most: each imports torch."""
+TIMEOUT_S = 120.0
 
 
-def peer_rate(nbytes: int = NBYTES) -> float:
-    """Bytes per second that each of two processes sends to the other while it receives as many. Raises OSError."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        server.settimeout(TIMEOUT_S)
-        command = [sys.executable, "-m", "lamina.bench.plan_peers", str(server.getsockname()[1]), str(nbytes)]
-        with subprocess.Popen(command) as other:
-            try:
-                connection, _ = server.accept()
-                with connection:
-                    return nbytes / exchange(connection, nbytes)
-            finally:
-                other.kill()
+def peer_rate(ranks: int, dtype: str, nbytes: int = NBYTES) -> float:
+    """Bytes per second that each of so many ranks receives in gathers of parameters and sums of gradients of this dtype (torch's
+    name), with the adding up; at most MOST are started. Raises GatherError when they do not come to a result."""
+    world = min(ranks, MOST)
+    with tempfile.TemporaryDirectory(prefix="lamina-peers-") as folder:
+        jobs = [[MODULE, f"{folder}/store", str(rank), str(world), dtype, str(nbytes)] for rank in range(world)]
+        outputs = run_ranks(jobs, timeout_s=TIMEOUT_S, check=lambda: None)
+    return min(float(json.loads(output)["rate"]) for output in outputs)
+
+
+def exchange(store: Path, rank: int, world: int, dtype: str, nbytes: int) -> float:
+    """One of the ranks: bytes received per second."""
+    import torch
+
+    from lamina.bench.plan_rates import exchange_rate
+
+    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+    rate = exchange_rate(getattr(torch, dtype), nbytes)
+    torch.distributed.destroy_process_group()
+    return rate
 
 
 if __name__ == "__main__":
-    with socket.create_connection(("127.0.0.1", int(sys.argv[1])), timeout=TIMEOUT_S) as to_parent:
-        exchange(to_parent, int(sys.argv[2]))
+    folder, rank, world, dtype, nbytes = sys.argv[1:]
+    print(json.dumps({"rate": exchange(Path(folder), int(rank), int(world), dtype, int(nbytes))}))

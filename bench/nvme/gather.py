@@ -9,7 +9,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 MODULE = "lamina.bench.nvme.gather"
@@ -30,35 +30,36 @@ def all_gather_rate(
 
     Raises GatherError when a process fails or both take longer than timeout_s.
     """
+    jobs = [[MODULE, str(store), str(rank), str(shard_bytes), str(seconds)] for rank in range(WORLD)]
+    return min(float(json.loads(output)["rate"]) for output in run_ranks(jobs, timeout_s=timeout_s, check=check))
+
+
+def run_ranks(jobs: Sequence[Sequence[str]], *, timeout_s: float, check: Callable[[], None]) -> list[bytes]:
+    """What processes print that meet over the loopback interface, each a module and its arguments; ``check`` is called while they
+    run.
+
+    Raises GatherError when one fails or all take longer than timeout_s; none is left.
+    """
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     workers: list[subprocess.Popen[bytes]] = []
     try:
-        for rank in range(WORLD):
-            command = [sys.executable, "-m", MODULE, str(store), str(rank), str(shard_bytes), str(seconds)]
-            workers.append(
-                subprocess.Popen(
-                    command,
-                    env=environment,
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.PIPE,
-                )
-            )
+        for job in jobs:
+            command, pipe = [sys.executable, "-m", *job], subprocess.PIPE
+            worker = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe)
+            workers.append(worker)
         end = time.monotonic() + timeout_s
-        while any(worker.poll() is None for worker in workers):
+        while codes := {worker.poll() for worker in workers} - {0}:
             check()
-            failed = [worker for worker in workers if worker.poll() not in (None, 0)]
-            if failed:
-                raise GatherError(_last_line(failed[0]))
+            if codes != {None}:
+                raise GatherError(_last_line(next(worker for worker in workers if worker.poll())))
             if time.monotonic() > end:
                 raise GatherError(f"not done after {timeout_s:.0f} s")
             time.sleep(POLL_S)
-        outputs = [worker.communicate()[0] for worker in workers]
+        return [worker.communicate()[0] for worker in workers]
     finally:
         for worker in workers:
             worker.kill()
             worker.communicate()
-    return min(float(json.loads(output)["rate"]) for output in outputs)
 
 
 def _last_line(worker: subprocess.Popen[bytes]) -> str:

@@ -1,17 +1,19 @@
 """The comparison of plans with measured runs: its rules, and a real run of it."""
 
-import socket
-import threading
 from dataclasses import replace
 
 import pytest
 
+from lamina.bench import plan_machine, plan_peers, plan_rates
 from lamina.bench.__main__ import main as lamina
 from lamina.bench.plan_check import Trial, Verdict, host_rates, trials
-from lamina.bench.plan_peers import exchange, peer_rate
-from lamina.engine.planner import machine_preset, model_preset
+from lamina.bench.plan_machine import find_machine
+from lamina.bench.plan_peers import peer_rate
+from lamina.engine.planner import PlanError, machine_preset, model_preset
 from lamina.engine.planner.options import Question, option
 from lamina.engine.planner.placement import Placement
+from lamina.engine.planner.quantity import format_bytes
+from lamina.engine.planner.state_bytes import DType
 from lamina.engine.planner.workload import Workload
 
 GOOD = Verdict(
@@ -64,21 +66,34 @@ def test_quick_check_runs_and_its_arena_bytes_hold(tmp_path_factory: pytest.Temp
     assert not list(folder.iterdir())
 
 
-def test_peers_exchange_what_they_say_and_leave_no_process() -> None:
-    sent = 3 << 20
-    assert 0 < peer_rate(sent) < 1e12
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        other = threading.Thread(target=exchange, args=(theirs, sent))
-        other.start()
-        assert exchange(ours, sent) > 0
-        other.join()
-    ours, theirs = socket.socketpair()
-    with ours:
-        theirs.sendall(b"x" * 10)
-        theirs.close()
-        with pytest.raises(OSError):
-            exchange(ours, 1 << 20)
+def test_ranks_of_this_machine_are_planned_with_the_rate_of_gloo_and_it_is_said(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = []
+
+    def rate(ranks: int, dtype: str) -> float:
+        asked.append((ranks, dtype))
+        return peer_rate(ranks, dtype, 1 << 20)
+
+    monkeypatch.setattr(plan_machine, "peer_rate", rate)
+    monkeypatch.setattr(plan_rates, "quick_rates", dict)
+    machine = find_machine("this", ranks=2, dtype=DType.FP32)
+    assert asked == [(2, "float32")]
+    assert machine.peer_bandwidth is not None
+    assert 1e4 < machine.peer_bandwidth < 1e11
+    assert (
+        f"2 ranks receive {format_bytes(machine.peer_bandwidth)}/s each through gloo in gathers and sums of fp32"
+        in machine.notes
+    )
+    given = find_machine("this", ranks=2, changes={"peer_bandwidth": 5e8})
+    assert (given.peer_bandwidth, len(asked)) == (5e8, 1)
+
+
+def test_a_rate_of_ranks_that_cannot_be_measured_says_what_to_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan_rates, "quick_rates", dict)
+    monkeypatch.setattr(plan_peers, "MODULE", "lamina.bench.nothing")
+    with pytest.raises(PlanError, match=r"--ranks 3: .*gloo.*No module named.*--set peer_bandwidth="):
+        find_machine("this", ranks=3)
 
 
 def test_a_disk_too_small_is_said_before_training() -> None:
