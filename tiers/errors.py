@@ -41,7 +41,7 @@ class SpaceError(StoreError):
 
 
 class StorageFault(StoreError):
-    """A disk failed and no other path could take over; the last committed generation is intact.
+    """A disk failed and no other path could take over; the last committed generation is intact, unless it was being written over.
 
     errno and path: of the failing transfer.
     """
@@ -52,11 +52,15 @@ class StorageFault(StoreError):
         self.path = path
 
 
-def fault(error: OSError, what: str) -> StorageFault:
-    """The error for a disk that failed with nothing to take over."""
+def fault(error: OSError, what: str, *, torn: bool = False) -> StorageFault:
+    """The error for a disk that failed with nothing to take over. ``torn``: the last committed generation was being written over
+    (generations: 1)."""
+    mend = "free space or give another path in tiers.nvme, and"
+    left = f"The last committed generation is intact: {mend} go on from it"
+    if torn:
+        left = f"The only generation (generations: 1) was being written over and is lost: {mend} load a checkpoint"
     return StorageFault(
-        f"{what} failed: {error}. The last committed generation is intact: free space or give another path in tiers.nvme, "
-        "and go on from it",
+        f"{what} failed: {error}. {left}",
         errno=error.errno,
         path=str(getattr(error, "path", None) or error.filename or ""),
     )

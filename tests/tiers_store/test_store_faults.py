@@ -171,10 +171,31 @@ def test_an_in_place_update_that_fails_says_what_is_lost(open_store: Open, io: A
     store = open_store(generations=1, io=shim)
     write_all(store, random_state(), 0)
     shim.arm("eio", 3, only="write")
-    with pytest.raises(StorageFault):
+    with pytest.raises(StorageFault, match=r"only generation .*is lost: .*load a checkpoint") as told:
         write_all(store, random_state(), 1)
+    assert "intact" not in str(told.value)
     with pytest.raises(StoreError, match="in-place update was cut"):
         read_all(store)
+
+
+def test_an_in_place_update_whose_commit_fails_says_what_is_lost(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store(generations=1)
+    state = random_state()
+    write_all(store, state, 0)
+    monkeypatch.setattr(manifest_module, "os", FaultyOS("rename", errno.ENOSPC))
+    with pytest.raises(StorageFault, match=r"last committed generation is intact"):  # not begun: it cannot be announced
+        write_all(store, random_state(), 1)
+    monkeypatch.undo()
+    assert read_all(store) == state
+    with store.begin() as transaction:
+        for (shard, plane), data in random_state().items():
+            transaction.write(shard, plane, data)
+        monkeypatch.setattr(manifest_module, "os", FaultyOS("rename", errno.ENOSPC))
+        with pytest.raises(StorageFault, match=r"only generation .*is lost: .*load a checkpoint"):
+            transaction.commit(1)
+    monkeypatch.undo()
 
 
 class FaultyOS:

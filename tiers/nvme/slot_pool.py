@@ -134,7 +134,7 @@ class SlotPool:
                 self.folders[self.home].remove([MANIFEST_NAME, TEMPORARY_NAME])
             self.home = index
             return
-        raise fault(error, f"writing {failed_path}") from error
+        raise fault(error, f"writing {failed_path}", torn=self.manifest.updating is not None) from error
 
     def rooms(self, replacing: Sequence[Slot] = ()) -> list[int]:
         """Bytes that each path can take, counting what the removal of these slots gives back."""

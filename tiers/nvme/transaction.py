@@ -381,7 +381,8 @@ class Transaction:
         def rescue(stripe: int, error: OSError) -> list[Part]:
             nonlocal started_in
             if self.state in (TransactionState.COMMITTED, TransactionState.ABORTED):
-                raise fault(error, f"a write of generation {self.id}, which is {self.state},")
+                torn = target.in_place and self.state is TransactionState.ABORTED
+                raise fault(error, f"a write of generation {self.id}, which is {self.state},", torn=torn)
             if target.slot is started_in:
                 self._replan(target, stripe, error)
             started_in = target.slot
@@ -435,7 +436,7 @@ class Transaction:
         Writes that failed too are not moved: their own rescue starts them again. The lock is held.
         """
         if target.in_place:
-            raise fault(error, "an in-place write (generations: 1), which cannot move to another path,")
+            raise fault(error, "an in-place write, which cannot move to another path,", torn=True)
         writes = [write for write in self._pending.all() if write.frozen == target.slot.record.is_frozen]
         for write in writes:
             write.handle.drain()
