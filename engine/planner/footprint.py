@@ -4,7 +4,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from lamina.engine.planner.case import Case
-from lamina.engine.planner.items import ALWAYS, AUTOGRAD, TRAINED, Item, Kind, Phase
+from lamina.engine.planner.fragments import fragment_items
+from lamina.engine.planner.items import ALWAYS, TRAINED, Item, Kind, Phase
 from lamina.engine.planner.pass_items import activation_items, staging_items, window_items
 from lamina.engine.planner.placement import DEVICE, HOST, NVME
 from lamina.engine.planner.segments import FP32
@@ -87,7 +88,7 @@ def footprint(case: Case) -> Footprint:
         *_runtime(case),
         *_copies(case),
     )
-    items = (*items, *_fragments(case, items), *_build(case, items))
+    items = (*items, *fragment_items(case, items), *_build(case, items))
     if case.wishes.separate_device and case.place.optimizer != DEVICE:
         # Page-locked host memory and the device's arena are taken whole before the first step.
         items = tuple(replace(item, phases=ALWAYS) if item.arena else item for item in items)
@@ -96,14 +97,6 @@ def footprint(case: Case) -> Footprint:
         ranks_per_host=case.machine.devices_per_host,
         checkpoint_bytes=_checkpoint_bytes(case),
     )
-
-
-def _fragments(case: Case, items: Sequence[Item]) -> Iterator[Item]:
-    passes = [item for item in items if (item.tier == DEVICE and item.kind in AUTOGRAD) or item.kind is Kind.COPIES]
-    most = max(sum(item.nbytes for item in passes if phase in item.phases) for phase in Phase)
-    share = case.machine.fragment_share
-    formula = f"{share:.0%} of the most that a pass and its collectives allocate"
-    yield Item(tier=DEVICE, kind=Kind.FRAGMENTS, nbytes=int(most * share), phases=TRAINED, formula=formula)
 
 
 def _build(case: Case, items: Sequence[Item]) -> Iterator[Item]:
