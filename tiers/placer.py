@@ -20,8 +20,11 @@ from .shares import divided, share_params, share_states
 from .tier import Tier
 
 EVERYTHING_FITS = "everything fits on the fastest tiers allowed"
-TRAINED_IN_MEMORY = (
+NO_UPDATE_BUFFERS = (
     "all that is trained is kept in memory: update buffers would need more host memory, raise tiers.host_bytes"
+)
+NO_WINDOW = (
+    "all that is trained is kept in memory: fetched parameters would need more device memory, raise tiers.device_bytes"
 )
 
 
@@ -137,8 +140,8 @@ class Placer:
     def _settle(self) -> Placement | None:
         """Everything up at once needs neither window nor update buffers: tried before going one by one. Where not even everything
         down fits, gradients go to a scratch file, and host memory that is left holds gradients: a byte of them is written and
-        read, too. Where that does not fit, either, update buffers may be what is too large: all that is trained is kept in
-        memory."""
+        read, too. Where that does not fit, either, update buffers or the window may be what is too large: all that is trained is
+        kept in memory."""
         for param in self.wishes.param_tiers:
             everything = self._moved(
                 self._slow.copy(), self._all_at(self._slow.homes, param, self.wishes.state_tiers[0])
@@ -158,7 +161,7 @@ class Placer:
         return self._placement(needs, [why])
 
     def _last_resort(self, refused: Needs) -> Placement:
-        """All that is trained in memory, so that no update passes through buffers. Raises PlacementError where that does not fit,
+        """All that is trained in memory, so that no update passes through buffers and nothing trained is fetched. Raises PlacementError where that does not fit,
         either."""
         needs = self._in_memory(self.budgets.device_bytes)
         if not self._fits(needs, 1):
@@ -166,7 +169,9 @@ class Placer:
         for claim in self._usual():
             if not self.segments[claim.segment].trained:
                 self._serve(needs, claim, 1)
-        return replace(self._placement(needs, [TRAINED_IN_MEMORY]), last_resort=True)
+        device = self.budgets.device_bytes
+        why = NO_WINDOW if device is not None and refused.device_bytes(1) > device else NO_UPDATE_BUFFERS
+        return replace(self._placement(needs, [why]), last_resort=True)
 
     # -- homes to begin with -------------------------------------------------------------------------------------------
 

@@ -121,7 +121,7 @@ def test_a_users_folder_keeps_its_own_files_only(capsys: pytest.CaptureFixture[s
         (("--nvme-path", "../text.txt/below"), 2, "--nvme-path: Not a directory"),
         (("--trace", "no/such/folder/trace.json"), 2, "--trace: No such file or directory"),
         (("--trace", ".."), 2, "--trace: Is a directory"),
-        (("--device-bytes", "4kB"), 2, "device_bytes is 4,000"),
+        (("--device-bytes", "4kB", "--host-bytes", "400kB"), 2, "device_bytes is 4,000"),
         (("--host-bytes", "4kB"), 2, "host_bytes is 4,000"),
         (("--dim", "33"), 2, "--dim 33 is not divisible by --heads 2"),
         (("--seq", "2000"), 2, "is too small"),
