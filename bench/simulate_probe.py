@@ -36,7 +36,8 @@ class Step:
 
 
 def measure(job: dict[str, Any]) -> dict[str, Any]:
-    """Train `warm_up` + `steps` steps of one shape under one config; medians of the latter. What is predicted is predicted
+    """Train `warm_up` + `steps` steps of one shape under one config; medians of the latter (bytes written: the mean, until they
+    have arrived). What is predicted is predicted
     between the two."""
     torch.manual_seed(0)
     tokens = torch.randint(VOCABULARY, (job["micro_batch"], job["shape"]["seq"]))
@@ -61,7 +62,9 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
         predicted = (
             predict(engine.runtime, job["times"], before[1:] or before, accumulation) if job.get("times") else None
         )
+        written = _written(engine.runtime)
         steps = train(job["steps"])
+        written = _written(engine.runtime) - written
         kept = [step.metrics for step in steps]
         result: dict[str, Any] = {
             "step_s": median(step.seconds for step in steps),
@@ -70,7 +73,7 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
             "update_s": median(item.update_s for item in kept),
             "commit_s": median(item.commit_s for item in kept),
             "read_bytes": median(item.link_bytes.get("nvme->host", 0) for item in kept),
-            "written_bytes": median(item.link_bytes.get("host->nvme", 0) for item in kept),
+            "written_bytes": written / len(steps),
             "stalled_s": median(sum(item.stalled_s.values()) for item in kept),
             "lower_bound_s": median(item.lower_bound_s for item in kept),
             "peak_bytes": dict(kept[-1].peak_bytes),
@@ -79,6 +82,14 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
         if predicted is not None:
             result["predicted"] = predicted.as_dict()
     return result
+
+
+def _written(runtime: ZeroRuntime) -> int:
+    """Bytes written to NVMe so far, and those of the last step's commit that are still on their way."""
+    if runtime.store is None or runtime.io is None:
+        return 0
+    runtime.store.settle()
+    return runtime.io.stats().bytes_written
 
 
 def predict(runtime: ZeroRuntime, times: dict[str, float], warm_up: Sequence[Step], accumulation: int) -> Simulation:
