@@ -33,9 +33,7 @@ from .trace import TraceCursor
 from .window import tile_bytes
 
 PATIENCE_S = 0.5
-"""How long memory that was let go of is waited for, each time that the window is looked at."""
-ROOM_PATIENCE_S = 10.0
-"""How long a demand waits for memory of evicted groups before it is refused: longer than a preempted update needs it."""
+"""How long memory of evicted groups is waited for before a demand is refused."""
 
 
 class Transfer(Protocol):
@@ -419,7 +417,7 @@ class Executor:
 
     def _room_soon(self, nbytes: int, owner: str) -> Block:
         """Nothing is left to evict; but the update may still be copying from a group that was, for a few milliseconds."""
-        until = time.perf_counter() + ROOM_PATIENCE_S
+        until = time.perf_counter() + PATIENCE_S
         while time.perf_counter() < until:
             time.sleep(PATIENCE_S / 1000)
             block = self._try_alloc(nbytes, owner)

@@ -161,8 +161,8 @@ class Placer:
         return self._placement(needs, [why])
 
     def _last_resort(self, refused: Needs) -> Placement:
-        """All that is trained in memory, so that no update passes through buffers and nothing trained is fetched. Raises PlacementError where that does not fit,
-        either."""
+        """All that is trained in memory, so that no update passes through buffers and nothing trained is fetched. Raises
+        PlacementError where that does not fit, either."""
         needs = self._in_memory(self.budgets.device_bytes)
         if not self._fits(needs, 1):
             raise self._refusal(refused)
