@@ -184,7 +184,12 @@ class ZeroState:
 
     def _pack(self, tensor: torch.Tensor) -> SavedParameter | SavedActivation:
         with DisableTorchFunction():
-            return self.reference(tensor) or SavedActivation(tensor, tensor._version)
+            saved = self.reference(tensor)
+            if saved is not None:
+                return saved
+            # Without its history, which autograd puts back: the node of an operation would else keep itself alive by the result
+            # that it saved, and the whole graph with it where no backward pass comes.
+            return SavedActivation(tensor if tensor.grad_fn is None else tensor.detach(), tensor._version)
 
     def unpack(self, saved: SavedParameter | SavedActivation) -> torch.Tensor:
         """The tensor, its group fetched where need be. Raises RuntimeError when it was changed in place."""

@@ -1,8 +1,11 @@
 """An update takes parameters from a group's fetched copy instead of reading them again: fewer bytes, the same numbers."""
 
+import weakref
 from pathlib import Path
 
+import torch
 from small_model import batch, build, bytes_read, differences, on_nvme, settings, train_with_engine
+from torch import nn
 
 from lamina.engine import initialize
 
@@ -44,3 +47,31 @@ def test_the_numbers_do_not_depend_on_where_the_parameters_are_taken_from(tmp_pa
     in_memory = train_with_engine(settings(**common), tied=False)
     assert list(differences(wide, narrow)) == []
     assert list(differences(wide, in_memory)) == []
+
+
+class Squashed(nn.Module):
+    """Blocks whose backward pass needs their results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(4))
+        self.results: list[weakref.ref[torch.Tensor]] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+            self.results.append(weakref.ref(x))
+        return x.square().mean()
+
+
+def test_a_forward_pass_whose_loss_is_dropped_leaves_nothing(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    module = Squashed()
+    engine, _, _, _ = initialize(module, config=settings(gradient_clipping=0, **on_nvme(tmp_path)))
+    with engine:
+        for _ in range(2):
+            engine.backward(engine(torch.ones(2, 32)))
+            engine.step()
+        engine(torch.ones(2, 32)).item()
+        assert [result() for result in module.results] == [None] * 12
+        assert set(engine.runtime.state.saved.values()) == {0}
