@@ -223,7 +223,8 @@ class TrainingEngine(EnginePersistence, EngineFace):
             self.window.forget()
             self.soundness.recover("a step")
             raise
-        self.runtime.finish_step(applied=not optimizer.outcome.skipped)
+        with self.soundness.meeting_lost_commit():
+            self.runtime.finish_step(applied=not optimizer.outcome.skipped)
 
     def _take_own_backward(self) -> None:
         """Gradients that the user's own ``backward()`` brought: refuse unscaled ones, reduce them over the ranks."""

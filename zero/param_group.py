@@ -14,6 +14,7 @@ from .collectives import Ranks
 from .fetch_buffers import FetchBuffers
 from .memory import tensor_over
 from .partition import round_up
+from .read_ahead import settle
 from .segment import Segment
 
 PAGE = 4096
@@ -42,8 +43,7 @@ class GroupFetch:
             self.ranks.all_gather(tensor_over(self.block, segment.dtype, segment.layout.numel, offset), segment.name)
 
     def drop(self) -> None:
-        for handle in self.handles:
-            handle.wait()
+        settle(self.handles)  # what went wrong matters to nobody
 
 
 class NothingToFetch:
@@ -87,8 +87,7 @@ class DeviceFetch:
             self.ranks.all_gather(self._flat(segment, offset), segment.name)
 
     def drop(self) -> None:
-        for handle in self.handles:
-            handle.wait()
+        settle(self.handles)  # what went wrong matters to nobody
         self.device.wait(self._copied)
         self._retire()
 
