@@ -18,18 +18,18 @@ from lamina.bench.interrupt import Stopped, signals_unwind
 SUCCESS, FAILURE, USAGE, INTERRUPTED = 0, 1, 2, 130
 
 COMMANDS: dict[str, tuple[str, str]] = {
-    "train": ("lamina.bench.train:main", "train a byte-level GPT on real text with its state on NVMe"),
-    "doctor": ("lamina.bench.doctor:main", "what this machine offers, which backend is used and why"),
+    "train": ("lamina.bench.training.command:main", "train a byte-level GPT on real text with its state on NVMe"),
+    "doctor": ("lamina.bench.doctor.command:main", "what this machine offers, which backend is used and why"),
     "nvme": ("lamina.bench.nvme:main", "measure the bandwidth between files and memory"),
-    "plan": ("lamina.bench.plan:main", "what fits where, and how long a step takes"),
+    "plan": ("lamina.bench.planner.command:main", "what fits where, and how long a step takes"),
     "timeline": (
         "lamina.bench.timeline_command:main",
         "draw a step of a trace, measured or simulated, in lanes of time",
     ),
-    "aio": ("lamina.bench.aio:main", "compare the I/O backends"),
+    "aio": ("lamina.bench.aio.command:main", "compare the I/O backends"),
     "adam": ("lamina.bench.adam:main", "measure the CPU Adam kernels"),
     "simulate": ("lamina.bench.simulate:main", "run the scheduler on a described machine, without I/O"),
-    "frontier": ("lamina.bench.frontier:main", "step time against memory budget"),
+    "frontier": ("lamina.bench.frontier.command:main", "step time against memory budget"),
 }
 """name -> ("module:function", one line of help). The function takes the arguments after the name and returns
 an exit code. A command whose module is not part of this build is not offered."""

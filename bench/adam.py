@@ -22,8 +22,8 @@ from typing import Any
 
 import torch
 
-from lamina.zero.cpu_adam import CPUAdam
-from lamina.zero.kernels import AdamHyper, AdamPlanes, DType, Kernels
+from lamina.zero.adam.cpu_adam import CPUAdam
+from lamina.zero.adam.kernels import AdamHyper, AdamPlanes, DType, Kernels
 
 HUGE_PAGE = 2 << 20
 FP32_BYTES = 28  # moved per parameter: read p, g, m, v; write p, m, v

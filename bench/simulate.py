@@ -17,8 +17,8 @@ from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import Any
 
-from lamina.bench.gpt import GPTShape
 from lamina.bench.report import Reporter, format_bytes, format_seconds
+from lamina.bench.training.gpt import GPTShape
 
 TOLERANCE = 0.15
 TIMEOUT_S = 900

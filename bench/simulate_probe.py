@@ -15,15 +15,15 @@ from typing import Any
 
 import torch
 
-from lamina.bench.gpt import GPT, VOCABULARY, GPTShape
+from lamina.bench.training.gpt import GPT, VOCABULARY, GPTShape
 from lamina.engine import initialize
 from lamina.engine.metrics import StepMetrics
 from lamina.tiers import BandwidthModel, ComputeTimes, PlacementQuestion, Simulation, probe_disk
-from lamina.tiers.bandwidth import Link, disk_link
-from lamina.tiers.stripe_weights import device_shares
+from lamina.tiers.links.bandwidth import Link, disk_link
+from lamina.tiers.placement.stripe_weights import device_shares
 from lamina.zero import ZeroRuntime
-from lamina.zero.adam_speed import streamed_adam_rate
-from lamina.zero.fitting import segment_size
+from lamina.zero.adam.speed import streamed_adam_rate
+from lamina.zero.homes.fitting import segment_size
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lamina.tiers.spans import STEP
+from lamina.tiers.schedule.spans import STEP
 
 COLOURS = {
     "compute": "#3b6ea5",

@@ -13,8 +13,8 @@ from torch import nn
 
 from lamina.tiers import Spans
 from lamina.zero import Ranks, ZeroRuntime
-from lamina.zero.checkpoint_target import refresh_homes
-from lamina.zero.closed_forward import allow_forward, refuse_forward
+from lamina.zero.checkpoint.target import refresh_homes
+from lamina.zero.passes.closed_forward import allow_forward, refuse_forward
 from lamina.zero.whole_state_dict import guard_state_dict
 
 from .arguments import config_of, join_ranks, place_among_ranks, refuse_arguments

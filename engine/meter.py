@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 from lamina.aio_native import IOStats
 from lamina.tiers import Measured, Tier
-from lamina.tiers.bandwidth import DISK
-from lamina.tiers.spans import STEP
+from lamina.tiers.links.bandwidth import DISK
+from lamina.tiers.schedule.spans import STEP
 from lamina.zero import ZeroRuntime
-from lamina.zero.update import ROOM
+from lamina.zero.step.update import ROOM
 
 from .metrics import StepCosts, StepMetrics
 from .steering import Steering, StepWork, disk_work

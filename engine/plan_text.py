@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from lamina.tiers import Choice, Explanation, Tier, explain
-from lamina.tiers.shares import met_shares, said_shares
+from lamina.tiers.placement.shares import met_shares, said_shares
 from lamina.zero import ZeroRuntime
 
 from .config import EngineConfig

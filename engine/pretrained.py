@@ -12,7 +12,7 @@ from torch import nn
 
 from lamina.tiers import Plane
 from lamina.zero import ZeroRuntime
-from lamina.zero.checkpoint import LoadedState, load_source
+from lamina.zero.checkpoint.part import LoadedState, load_source
 
 from .checkpoint.deepspeed import refuse_deepspeed
 from .checkpoint.loading import LoadReport

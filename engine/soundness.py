@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 from lamina.tiers import StoreError
 from lamina.zero import ZeroRuntime
-from lamina.zero.checkpoint_target import reread_homes
+from lamina.zero.checkpoint.target import reread_homes
 
 
 class Soundness:

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 
 from lamina.aio_native import IOStats
 from lamina.tiers import Choice, ComputeTimes, Measured, Placement, Replanner, Revision, SpaceError
-from lamina.tiers.bandwidth import DISK
-from lamina.tiers.stripe_balance import DeviceWork, StripeBalance
+from lamina.tiers.links.bandwidth import DISK
+from lamina.tiers.placement.stripe_balance import DeviceWork, StripeBalance
 from lamina.zero import Ranks, ZeroRuntime
 
 SETTLING_STEPS = 3

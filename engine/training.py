@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from lamina.zero import ClientOptimizer, TieredAdam, ZeroRuntime
-from lamina.zero.checkpoint_target import reread_homes
-from lamina.zero.closed_forward import refuse_forward
+from lamina.zero.checkpoint.target import reread_homes
+from lamina.zero.passes.closed_forward import refuse_forward
 
 from .checkpoint.loading import LoadReport
 from .checkpoint.pending import PendingSave

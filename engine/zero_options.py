@@ -9,11 +9,11 @@ import torch
 
 from lamina.aio_native import AsyncIO
 from lamina.tiers import Budgets, NvmePath, Tier, Wishes
-from lamina.tiers.gpu import Accelerator
-from lamina.tiers.homes import Shares
+from lamina.tiers.memory.gpu import Accelerator
 from lamina.tiers.nvme.folder import user_name
+from lamina.tiers.placement.homes import Shares
 from lamina.zero import ZeroOptions
-from lamina.zero.grouping import Grouping, LeafModules
+from lamina.zero.groups.grouping import Grouping, LeafModules
 
 from .config import ConfigError, EngineConfig
 from .config.tiers import STATE_PLANES, PlaneName, tier_shares

@@ -1,30 +1,30 @@
 """Where bytes live and when they move: arenas, the generation store, link models, the scheduler, the executor."""
 
-from .arena import Arena, ArenaReport, Block
-from .bandwidth import BandwidthModel, Curve, Link, Measured
-from .choice import Choice, choose
 from .errors import BudgetError, IntegrityError, LayoutError, LockedError, SpaceError, StoreError
-from .executor import Executor
-from .explanation import Explanation, explain
-from .homes import Budgets, Home, SegmentSize, Wishes
+from .links.bandwidth import BandwidthModel, Curve, Link, Measured
+from .links.probe import DiskSpeed, probe_disk, probe_mix
+from .memory.arena import Arena, ArenaReport, Block
 from .nvme.handle import TransferHandle
 from .nvme.store import GenerationInfo, GenerationStore
 from .nvme.taken_sums import TakenSums
 from .nvme.transaction import Transaction
-from .order import Claim, Order
-from .placement import Placement, PlacementError
-from .placer import place
-from .plan import Action, Verb, format_plan, parse_plan
-from .probe import DiskSpeed, probe_disk, probe_mix
-from .question import PlacementQuestion
-from .replan import Replanner, Revision
-from .residency import Residency
-from .scheduler import Scheduler
-from .simulate import Simulation, simulate, simulate_ranks
-from .spans import Spans
-from .step_model import ComputeTimes, GroupModel, StepModel, SubGroup, UpdateModel, model_step
+from .placement.choice import Choice, choose
+from .placement.explanation import Explanation, explain
+from .placement.homes import Budgets, Home, SegmentSize, Wishes
+from .placement.order import Claim, Order
+from .placement.placement import Placement, PlacementError
+from .placement.placer import place
+from .placement.question import PlacementQuestion
+from .placement.replan import Replanner, Revision
+from .schedule.executor import Executor
+from .schedule.plan import Action, Verb, format_plan, parse_plan
+from .schedule.residency import Residency
+from .schedule.scheduler import Scheduler
+from .schedule.spans import Spans
+from .schedule.trace import Access, TraceCursor
+from .simulation.simulate import Simulation, simulate, simulate_ranks
+from .simulation.step_model import ComputeTimes, GroupModel, StepModel, SubGroup, UpdateModel, model_step
 from .tier import NvmePath, Plane, PlaneSpec, ShardSpec, Tier
-from .trace import Access, TraceCursor
 
 __all__ = [
     "Access",

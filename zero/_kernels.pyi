@@ -1,4 +1,4 @@
-"""Stub of the cffi extension: only lamina.zero.kernels and adam_update touch it."""
+"""Stub of the cffi extension: only lamina.zero.adam.kernels and adam_update touch it."""
 
 from typing import Any
 

@@ -15,10 +15,10 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from lamina.tiers import Plane, Transaction
 
-from .dtypes import plane_dtype
-from .partition import Slot
-from .segment import Segment
-from .shard_planes import is_stored, read_elements, start_writing, write_in_memory
+from .adam.dtypes import plane_dtype
+from .groups.partition import Slot
+from .groups.segment import Segment
+from .groups.shard_planes import is_stored, read_elements, start_writing, write_in_memory
 
 if TYPE_CHECKING:
     from .runtime import ZeroRuntime

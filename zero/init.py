@@ -24,11 +24,11 @@ from torch.nn.modules.module import (
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
-from lamina.tiers.heap import Heap
+from lamina.tiers.memory.heap import Heap
 
-from .away import Attic, bring_back, is_away, only_user, put_away, record_of
-from .collectives import Ranks
-from .fetch_on_use import READING_GETTERS
+from .groups.fetch_on_use import READING_GETTERS
+from .homes.away import Attic, bring_back, is_away, only_user, put_away, record_of
+from .ranks.collectives import Ranks
 
 OPEN_BYTES = 64 << 20
 RESET = "reset_parameters"

@@ -8,10 +8,10 @@ import torch
 
 from lamina.aio_native import AsyncIO
 from lamina.tiers import Budgets, NvmePath, Tier, Wishes
-from lamina.tiers.gpu import Accelerator
+from lamina.tiers.memory.gpu import Accelerator
 
-from .grouping import Grouping
-from .optimizer import AdamDefaults
+from .groups.grouping import Grouping
+from .step.optimizer import AdamDefaults
 
 
 @dataclass(frozen=True, kw_only=True)

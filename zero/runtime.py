@@ -14,31 +14,31 @@ from torch.utils.hooks import RemovableHandle
 
 from lamina.aio_native import AsyncIO
 from lamina.tiers import Executor, Placement, Spans
-from lamina.tiers.lookahead import Pace
+from lamina.tiers.schedule.lookahead import Pace
 
 from .access import claim, disclaim
-from .ahead import AheadOfStep
-from .bucket_room import BucketRoom
-from .choosing import Decision
-from .client_optimizer import ClientOptimizer
-from .collectives import Ranks
-from .collector import GradientCollector
-from .early_updates import EarlyUpdates
-from .fetch_buffers import FetchBuffers
-from .gradients import Gradients
-from .grouping import find_blocks
-from .inputs_home import home_of_inputs
-from .migration import Migration
-from .optimizer import TieredAdam
+from .gradients.bucket_room import BucketRoom
+from .gradients.planes import Gradients
+from .gradients.reducer import Reducer
+from .groups.fetch_buffers import FetchBuffers
+from .groups.grouping import find_blocks
+from .groups.pace import fetch_pace
+from .groups.segment import Segment
+from .homes.choosing import Decision
+from .homes.migration import Migration
+from .homes.residence import Residence
 from .options import ZeroOptions
-from .pace import fetch_pace
-from .recompute import Recomputer
-from .recomputed_blocks import RecomputedBlocks, has_running_statistics
-from .reducer import Reducer
-from .residence import Residence
-from .segment import Segment
-from .state import ZeroState
-from .update import Updater
+from .passes.collector import GradientCollector
+from .passes.hooks import ZeroState
+from .passes.inputs_home import home_of_inputs
+from .passes.recompute import Recomputer
+from .passes.recomputed_blocks import RecomputedBlocks, has_running_statistics
+from .ranks.collectives import Ranks
+from .step.ahead import AheadOfStep
+from .step.client_optimizer import ClientOptimizer
+from .step.early_updates import EarlyUpdates
+from .step.optimizer import TieredAdam
+from .step.update import Updater
 
 
 class ZeroRuntime:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from .access import gathered_now, get_full, place_of
-from .away import is_away
+from .homes.away import is_away
 
 PLANE = "param"
 

@@ -10,7 +10,7 @@ from lamina.aio_native import AsyncIO, AsyncIOError
 from lamina.bench.given_path import check_target
 from lamina.bench.interrupt import Interrupt
 from lamina.bench.report import ProgressLine, Reporter
-from lamina.tiers.profile_file import save_profile
+from lamina.tiers.links.profile_file import save_profile
 
 from .args import Options, parse
 from .budget import TORCH_S, Allowance, OutOfTime, divide

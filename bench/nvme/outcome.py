@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lamina.tiers.device_identity import DeviceIdentity
+from lamina.tiers.links.device_identity import DeviceIdentity
 
 from .measure import Created
 from .points import Measured, Point, Workload

@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lamina.tiers.profile import DiskProfile, MachineRates, Profile, Rate, Together
+from lamina.tiers.links.profile import DiskProfile, MachineRates, Profile, Rate, Together
 
 from .args import Options
 from .measure import num_threads

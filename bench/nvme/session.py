@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Self
 
 from lamina.bench.report import format_bytes
-from lamina.tiers.device_identity import identify
+from lamina.tiers.links.device_identity import identify
 
 from .args import Options
 from .budget import Allowance, OutOfTime

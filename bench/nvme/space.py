@@ -5,7 +5,7 @@ import resource
 from pathlib import Path
 
 from lamina.bench.report import format_bytes
-from lamina.tiers.memory import read_memory_limits
+from lamina.tiers.memory.limits import read_memory_limits
 
 from .points import MIB, Space
 

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from lamina.tiers import IntegrityError
-from lamina.zero.checkpoint import load_rank
-from lamina.zero.checkpoint_record import RankRecord
+from lamina.zero.checkpoint.part import load_rank
+from lamina.zero.checkpoint.record import RankRecord
 
 from . import folder
 from .plain import decode

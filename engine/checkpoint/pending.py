@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from lamina.tiers.background import Background
 from lamina.tiers.nvme.folder import sync_all
-from lamina.zero.checkpoint import CapturedState
+from lamina.zero.checkpoint.part import CapturedState
 
 from . import folder
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lamina.zero import ClientOptimizer
-from lamina.zero.checkpoint import CapturedState, capture_rank
+from lamina.zero.checkpoint.part import CapturedState, capture_rank
 
 from . import folder
 from .pending import PendingSave

@@ -13,8 +13,8 @@ from lamina.engine.planner.rank_slice import RankSlice, rank_slice
 from lamina.engine.planner.segments import segments_of
 from lamina.engine.planner.state_bytes import MOMENTS, TIERED, DType, plane_bytes_per_param
 from lamina.engine.planner.workload import Workload
-from lamina.tiers.homes import Home, SegmentSize, Wishes
-from lamina.tiers.needs import Needs
+from lamina.tiers.placement.homes import Home, SegmentSize, Wishes
+from lamina.tiers.placement.needs import Needs
 from lamina.tiers.tier import Tier
 
 INPUTS_UNDER_WAY = 4

@@ -5,7 +5,7 @@ from itertools import dropwhile
 
 from lamina.engine.planner.case import Case
 from lamina.engine.planner.placement import NVME
-from lamina.tiers.window import shortened, window_peak
+from lamina.tiers.schedule.window import shortened, window_peak
 
 _peak = lru_cache(maxsize=1024)(window_peak)  # many placements have the same groups to fetch
 

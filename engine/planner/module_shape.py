@@ -8,7 +8,7 @@ from lamina.engine.planner.formed_groups import FormedGroups
 from lamina.engine.planner.hf_config import usual_shape
 from lamina.engine.planner.model_shape import ModelShape
 from lamina.engine.planner.tensor_names import shape_from_tensors
-from lamina.tiers.group_limits import GroupLimits
+from lamina.tiers.placement.group_limits import GroupLimits
 
 if TYPE_CHECKING:
     from torch import nn
@@ -21,7 +21,7 @@ def shape_from_module(module: "nn.Module", *, name: str, heads: int | None = Non
     no embedding can be found.
     """
     # Whoever has a module has torch; the planner does without.
-    from lamina.zero.grouping import find_blocks
+    from lamina.zero.groups.grouping import find_blocks
 
     tensors, trainable = {}, 0
     for key, parameter in module.named_parameters():
@@ -46,8 +46,8 @@ def shape_from_module(module: "nn.Module", *, name: str, heads: int | None = Non
 
 def formed_groups(module: "nn.Module", blocks: Sequence[str]) -> FormedGroups:
     """The groups that the engine forms of a module with its usual limits; ``blocks`` are the names of the outermost ones."""
-    from lamina.zero.group_use import used_in_order, used_together
-    from lamina.zero.grouping import ROOT, find_groups
+    from lamina.zero.groups.group_use import used_in_order, used_together
+    from lamina.zero.groups.grouping import ROOT, find_groups
 
     limits = GroupLimits().for_model(sum(parameter.numel() for parameter in module.parameters()))
     specs = find_groups(module, **vars(limits))

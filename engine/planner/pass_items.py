@@ -8,7 +8,7 @@ from lamina.engine.planner.fetch_window import window_bytes
 from lamina.engine.planner.items import ON_THE_WAY_BACK, TRAINED, Item, Kind, Phase
 from lamina.engine.planner.placement import DEVICE, HOST, NVME
 from lamina.engine.planner.state_bytes import ALIGN_ELEMENTS, align_up
-from lamina.tiers.needs import staging_bytes
+from lamina.tiers.placement.needs import staging_bytes
 
 
 def window_items(case: Case) -> Iterator[Item]:

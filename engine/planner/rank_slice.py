@@ -10,7 +10,7 @@ from lamina.engine.planner.formed_groups import FormedGroups
 from lamina.engine.planner.model_shape import ModelShape
 from lamina.engine.planner.placement import Placement, data_parallel_ranks
 from lamina.engine.planner.state_bytes import shard_numel
-from lamina.tiers.group_limits import HUGE_NUMEL, LARGE_NUMEL, GroupLimits, join_tiny
+from lamina.tiers.placement.group_limits import HUGE_NUMEL, LARGE_NUMEL, GroupLimits, join_tiny
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,8 +190,8 @@ def _as_formed(formed: FormedGroups, model: ModelShape, *, ranks: int, layers: i
 def _in_order(
     before: Sequence[int], blocks: Sequence[_Group], after: Sequence[int], share: float
 ) -> tuple[list[_Group], list[int]]:
-    """Groups in execution order before tiny ones are joined, as lamina.zero.grouping finds them: a large module outside the
-    blocks is one of its own, all others together are the root group, at the place of the first of them. And the indices of
+    """Groups in execution order before tiny ones are joined, as lamina.zero.groups.grouping finds them: a large module outside
+    the blocks is one of its own, all others together are the root group, at the place of the first of them. And the indices of
     those that a forward pass uses, in order."""
     rest = sum(numel for numel in (*before, *after) if numel < LARGE_NUMEL)
     found: list[_Group] = []

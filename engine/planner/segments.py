@@ -6,7 +6,7 @@ from lamina.engine.planner.placement import Placement
 from lamina.engine.planner.rank_slice import RankSlice
 from lamina.engine.planner.state_bytes import PARAM, TIERED, shard_numel
 from lamina.engine.planner.workload import Workload
-from lamina.tiers.homes import SegmentSize
+from lamina.tiers.placement.homes import SegmentSize
 
 FP32 = 4
 

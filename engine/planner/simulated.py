@@ -9,10 +9,10 @@ from lamina.engine.planner.placement import DEVICE, HOST, NVME
 from lamina.engine.planner.state_bytes import update_read_bytes_per_param, update_write_bytes_per_param
 from lamina.engine.planner.step_time import compute_seconds
 from lamina.tiers import PlacementQuestion
-from lamina.tiers.bandwidth import DISK, TO_DEVICE, BandwidthModel, Curve, Link
-from lamina.tiers.homes import Budgets
-from lamina.tiers.simulate import Simulation
-from lamina.tiers.step_model import ComputeTimes
+from lamina.tiers.links.bandwidth import DISK, TO_DEVICE, BandwidthModel, Curve, Link
+from lamina.tiers.placement.homes import Budgets
+from lamina.tiers.simulation.simulate import Simulation
+from lamina.tiers.simulation.step_model import ComputeTimes
 
 
 def simulated_step(case: Case) -> Simulation:

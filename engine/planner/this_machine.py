@@ -7,7 +7,7 @@ from typing import Any
 
 from lamina.engine.planner.machine import Machine
 from lamina.engine.planner.quantity import GB, MIB, format_bytes
-from lamina.tiers.memory import MemoryLimits, read_memory_limits
+from lamina.tiers.memory.limits import MemoryLimits, read_memory_limits
 
 PROCESS_BYTES = 350 * MIB
 """Resident memory of a process that has imported torch and done a first step, beyond its tensors."""

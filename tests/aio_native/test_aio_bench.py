@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from lamina.aio_native import AsyncIO, File
-from lamina.bench.aio import main
-from lamina.bench.aio_rounds import Series, rival_of, takes_part
-from lamina.bench.aio_subjects import Sample, Shape
+from lamina.bench.aio.command import main
+from lamina.bench.aio.rounds import Series, rival_of, takes_part
+from lamina.bench.aio.subjects import Sample, Shape
 
 TOY = ["--size-mib", "2", "--rounds", "1", "--reads", "20", "--quick"]
 

@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 
 from lamina.aio_native import AsyncIO, BackendUnavailableError
-from lamina.bench import doctor_io, doctor_machine
-from lamina.bench.doctor import main, render
-from lamina.bench.doctor_finding import Finding, State, attempt, worst
-from lamina.bench.doctor_path import check_path
-from lamina.zero.kernels import Kernels
+from lamina.bench.doctor import io as doctor_io
+from lamina.bench.doctor import machine as doctor_machine
+from lamina.bench.doctor.command import main, render
+from lamina.bench.doctor.finding import Finding, State, attempt, worst
+from lamina.bench.doctor.path import check_path
+from lamina.zero.adam.kernels import Kernels
 
 RING_BAN = Path(__file__).parents[1] / "aio_native" / "ring_ban.py"
 NOBODY = 65534
@@ -56,7 +57,7 @@ def one(findings: Iterator[Finding], name: str) -> Finding:
 def test_all_that_is_tried_is_told_and_nothing_is_left(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lamina.bench.doctor_path.IN_MEMORY", ())  # wherever temporary files are
+    monkeypatch.setattr("lamina.bench.doctor.path.IN_MEMORY", ())  # wherever temporary files are
     code = main([str(tmp_path)])
     out = capsys.readouterr().out
     assert code == 0, out
@@ -119,7 +120,8 @@ def test_without_torch_the_rest_is_still_told(tmp_path: Path) -> None:
 CHILD = """
 import ctypes, json, os, resource, sys
 from pathlib import Path
-from lamina.bench import doctor_io, doctor_path
+from lamina.bench.doctor import io as doctor_io
+from lamina.bench.doctor import path as doctor_path
 libc = ctypes.CDLL(None)
 {before}
 found = list({check})

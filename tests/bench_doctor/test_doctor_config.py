@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from lamina.bench.doctor import main
-from lamina.bench.doctor_config import check_config
-from lamina.bench.doctor_finding import Finding, State
-from lamina.tiers.device_identity import identify
-from lamina.tiers.memory import MemoryLimits
-from lamina.tiers.profile import DiskProfile, Profile, Rate
-from lamina.tiers.profile_file import save_profile
+from lamina.bench.doctor.command import main
+from lamina.bench.doctor.config import check_config
+from lamina.bench.doctor.finding import Finding, State
+from lamina.tiers.links.device_identity import identify
+from lamina.tiers.links.profile import DiskProfile, Profile, Rate
+from lamina.tiers.links.profile_file import save_profile
+from lamina.tiers.memory.limits import MemoryLimits
 
 
 def write(folder: Path, **config: Any) -> Path:
@@ -46,7 +46,7 @@ def test_a_config_that_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 
 def test_memory_that_no_gpu_copies_from_need_not_be_lockable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     limits = MemoryLimits(total=4 << 30, available=2 << 30, cgroup=None, address_space_free=None, lockable=64 << 10)
-    monkeypatch.setattr("lamina.bench.doctor_config.read_memory_limits", lambda: limits)
+    monkeypatch.setattr("lamina.bench.doctor.config.read_memory_limits", lambda: limits)
     for gpu, state in ((False, State.OK), (True, State.FAIL)):
         monkeypatch.setattr("torch.cuda.is_available", lambda gpu=gpu: gpu)
         assert by_name(findings(tmp_path, tiers={"host_bytes": "16MiB"}), "tiers.host_bytes").state is state
@@ -122,7 +122,7 @@ def rate(value: float) -> Rate:
 
 def test_a_profile_is_told_and_compared_with_the_aio_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr("lamina.bench.doctor_path.IN_MEMORY", ())  # wherever temporary files are
+    monkeypatch.setattr("lamina.bench.doctor.path.IN_MEMORY", ())  # wherever temporary files are
     disk = DiskProfile(
         path=str(tmp_path),
         identity=identify(tmp_path),

@@ -15,7 +15,7 @@ from lamina.bench.nvme import main
 from lamina.bench.nvme.args import parse, parse_size
 from lamina.engine.config import EngineConfig
 from lamina.engine.planner import this_machine
-from lamina.tiers.profile_file import load_profile
+from lamina.tiers.links.profile_file import load_profile
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from lamina.bench.nvme.outcome import FioPair, Outcome, PageEffect, PathOutcome
 from lamina.bench.nvme.points import Workload
 from lamina.bench.nvme.rates import device_rates, gpu_missing, memory_rates
 from lamina.bench.nvme.verdict import best, recommend, summarise
-from lamina.tiers.device_identity import identify
+from lamina.tiers.links.device_identity import identify
 
 
 def fine() -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from lamina.bench import __main__ as command
 from lamina.bench.interrupt import Interrupt, Stopped, signals_unwind
-from lamina.bench.plan_check import run_ranks
+from lamina.bench.planner.check import run_ranks
 
 SIGNALS = [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
 
@@ -149,7 +149,7 @@ def test_the_ranks_of_a_plan_check_end_with_it(monkeypatch: pytest.MonkeyPatch) 
         started.extend(children)
         raise Stopped(signal.SIGTERM)
 
-    monkeypatch.setattr("lamina.bench.plan_check._collect", stop)
+    monkeypatch.setattr("lamina.bench.planner.check._collect", stop)
     with pytest.raises(Stopped):
         run_ranks({}, 2)
     assert [child.returncode for child in started] == [-signal.SIGKILL] * 2

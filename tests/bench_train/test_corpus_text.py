@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from lamina.bench import corpus as corpus_module
-from lamina.bench.corpus import Batch, Corpus, CorpusError
+from lamina.bench.training import corpus as corpus_module
+from lamina.bench.training.corpus import Batch, Corpus, CorpusError
 
 
 def write_text(path: Path, nbytes: int) -> Path:

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from lamina.bench.gpt import GPT, PRESETS, GPTShape
+from lamina.bench.training.gpt import GPT, PRESETS, GPTShape
 
 TOY = GPTShape(layers=2, dim=32, heads=2, seq=24)
 

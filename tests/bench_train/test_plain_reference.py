@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from lamina.bench.corpus import Batch
-from lamina.bench.gpt import GPT, GPTShape
-from lamina.bench.reference import PlainTrainer, train_plain
+from lamina.bench.training.corpus import Batch
+from lamina.bench.training.gpt import GPT, GPTShape
+from lamina.bench.training.reference import PlainTrainer, train_plain
 
 SHAPE = GPTShape(layers=1, dim=16, heads=2, seq=8)
 ADAMW: dict[str, Any] = {

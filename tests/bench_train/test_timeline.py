@@ -10,7 +10,7 @@ import pytest
 
 from lamina.bench.__main__ import main
 from lamina.bench.timeline import COLOURS, OTHER, StepPicture, TimelineError, draw, read_step
-from lamina.tiers.spans import Spans
+from lamina.tiers.schedule.spans import Spans
 
 TOY = (
     "--layers",
@@ -112,7 +112,7 @@ def test_without_matplotlib_nothing_is_trained_and_the_extra_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.setattr("lamina.bench.train.Demonstration.train", lambda *_, **__: pytest.fail("trained"))
+    monkeypatch.setattr("lamina.bench.training.command.Demonstration.train", lambda *_, **__: pytest.fail("trained"))
     trace = trace_of(tmp_path / "t.json", ("compute", "forward", 5, 6))
     for command in (["train", *TOY, "--timeline", str(tmp_path / "t.png")], ["timeline", str(trace), "--png", "t.png"]):
         assert main(command) == 2

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lamina.bench.train_args import TrainingRun, parse
+from lamina.bench.training.args import TrainingRun, parse
 from lamina.engine.config import ConfigError, EngineConfig
 
 

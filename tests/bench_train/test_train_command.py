@@ -158,7 +158,7 @@ def test_a_model_beyond_all_memory_is_refused_before_it_is_built(
     def build(shape: object) -> None:
         raise AssertionError("built")
 
-    monkeypatch.setattr("lamina.bench.train.GPT", build)
+    monkeypatch.setattr("lamina.bench.training.command.GPT", build)
     _, err = train(capsys, "--dim", "100000000", code=1)
     # 3 blocks of 12 dim**2 + 4 dim, two tables of 256 rows, 32 positions, the last norm; 4 bytes each
     params = 3 * (12 * 10**16 + 4 * 10**8) + (2 * 256 + 32 + 2) * 10**8
@@ -174,8 +174,8 @@ def test_a_batch_beyond_all_memory_is_refused_before_it_is_drawn(
     def draw(*_: object, **__: object) -> None:
         raise AssertionError("drawn")
 
-    monkeypatch.setattr("lamina.bench.train.Corpus.training_batch", draw)
-    monkeypatch.setattr("lamina.bench.train.Corpus.held_out_batches", draw)
+    monkeypatch.setattr("lamina.bench.training.command.Corpus.training_batch", draw)
+    monkeypatch.setattr("lamina.bench.training.command.Corpus.held_out_batches", draw)
     _, err = train(capsys, "--batch", "2000000000", code=1)
     # 2,000,000,000 sequences of 32 bytes: two int64 and 256 logits in fp32 for each byte
     assert f"needs {2_000_000_000 * 32 * (16 + 1024):,} bytes" in err

@@ -7,8 +7,8 @@ import math
 import pytest
 
 from lamina.bench.report import Reporter, format_bytes, format_seconds
-from lamina.bench.train_args import parse
-from lamina.bench.train_report import (
+from lamina.bench.training.args import parse
+from lamina.bench.training.printed import (
     Outcome,
     compare_curves,
     in_memory_bytes,

@@ -22,7 +22,7 @@ from torch import nn
 from lamina.engine import TrainingEngine, initialize
 from lamina.engine.steering import Steering
 from lamina.tiers import Block, Choice, Home, Measured, Placement, Revision, SpaceError, Tier, Transaction
-from lamina.tiers.bandwidth import DISK
+from lamina.tiers.links.bandwidth import DISK
 from lamina.zero import DivergenceError, get_full
 
 DEVICE, HOST, NVME = Tier.DEVICE, Tier.HOST, Tier.NVME

@@ -10,7 +10,7 @@ import torch
 from small_model import build, differences, on_nvme, settings, train_steps
 
 from lamina.engine import initialize
-from lamina.tiers.gpu import Accelerator
+from lamina.tiers.memory.gpu import Accelerator
 from lamina.zero import get_full
 
 SMALL = {"width": 32, "hidden": 64, "blocks": 3}

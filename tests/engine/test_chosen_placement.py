@@ -10,9 +10,9 @@ from small_model import batch, build
 
 from lamina.engine import TrainingEngine, initialize
 from lamina.tiers import DiskSpeed, Tier
-from lamina.tiers.device_identity import identify
-from lamina.tiers.profile import DiskProfile, MachineRates, Profile, Rate
-from lamina.tiers.profile_file import save_profile
+from lamina.tiers.links.device_identity import identify
+from lamina.tiers.links.profile import DiskProfile, MachineRates, Profile, Rate
+from lamina.tiers.links.profile_file import save_profile
 
 KIB = 1 << 10
 
@@ -60,7 +60,7 @@ def keep_profile(path: Path, *, read: float, write: float) -> Path:
 
 def test_the_profile_of_the_disk_is_used_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr("lamina.tiers.known_links.probe_disk", None)  # a probe would fail
+    monkeypatch.setattr("lamina.tiers.links.known_links.probe_disk", None)  # a probe would fail
     file = keep_profile(tmp_path, read=1.5e9, write=2.5e9)
     with start(config(tmp_path / "state")) as engine:
         link = engine.runtime.decision.links.model.link("nvme")
@@ -91,7 +91,7 @@ def test_the_plan_says_what_lives_where_what_binds_and_what_more_would_give(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     disk = DiskSpeed(read=1e9, write=1e9, direct=True)
-    monkeypatch.setattr("lamina.tiers.known_links.probe_disk", lambda *_: disk)
+    monkeypatch.setattr("lamina.tiers.links.known_links.probe_disk", lambda *_: disk)
     with start(config(tmp_path)) as engine:
         said, data = str(engine.plan), json.loads(engine.plan.to_json())
     assert "optimizer state on nvme" in said
@@ -135,7 +135,7 @@ def test_offload_keys_pin(tmp_path: Path) -> None:
 
 
 def test_nothing_is_measured_where_everything_fits_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lamina.zero.choosing.learn_links", None)
+    monkeypatch.setattr("lamina.zero.homes.choosing.learn_links", None)
     with start(config(tmp_path, device_bytes=None, host_bytes=None)) as engine:
         assert engine.plan.as_dict()["explanation"] is None
         assert "everything fits on the fastest tiers allowed" in str(engine.plan)

@@ -11,7 +11,7 @@ from small_model import on_nvme, settings
 from torch import nn
 
 from lamina.engine import initialize
-from lamina.tiers.heap import Heap
+from lamina.tiers.memory.heap import Heap
 
 WIDTH, BLOCKS = 768, 20
 NUMEL = WIDTH * WIDTH * BLOCKS

@@ -11,7 +11,7 @@ from lamina.aio_native import DeviceStats, DirectionStats, IOStats
 from lamina.engine import TrainingEngine, initialize
 from lamina.engine.steering import Steering, disk_work
 from lamina.tiers import BandwidthModel, Choice, ComputeTimes, Curve, Link, PlacementQuestion
-from lamina.tiers.bandwidth import DISK
+from lamina.tiers.links.bandwidth import DISK
 
 WIDTH = 128
 KIB = 1 << 10
@@ -51,7 +51,7 @@ def test_much_compute_moves_memory_from_parameters_to_optimizer_states(
         disk = Link(name=DISK, read=Curve.flat(2e9), write=Curve.flat(2e9))
         return Choice.given(replace(question, links=BandwidthModel([disk])), question.place())
 
-    monkeypatch.setattr("lamina.zero.choosing.choose", given)
+    monkeypatch.setattr("lamina.zero.homes.choosing.choose", given)
     monkeypatch.setattr(Steering, "_new_times", at_rest)
     with start(tmp_path / "stays") as engine:
         losses = train(engine, 8)

@@ -4,11 +4,13 @@ from dataclasses import replace
 
 import pytest
 
-from lamina.bench import plan_machine, plan_peers, plan_rates
 from lamina.bench.__main__ import main as lamina
-from lamina.bench.plan_check import Trial, Verdict, host_rates, trials
-from lamina.bench.plan_machine import find_machine
-from lamina.bench.plan_peers import peer_rate
+from lamina.bench.planner import machine as plan_machine
+from lamina.bench.planner import peers as plan_peers
+from lamina.bench.planner import rates as plan_rates
+from lamina.bench.planner.check import Trial, Verdict, host_rates, trials
+from lamina.bench.planner.machine import find_machine
+from lamina.bench.planner.peers import peer_rate
 from lamina.engine.planner import PlanError, machine_preset, model_preset
 from lamina.engine.planner.options import Question, option
 from lamina.engine.planner.placement import Placement

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from lamina.bench.gpt import GPT, VOCABULARY, GPTShape
+from lamina.bench.training.gpt import GPT, VOCABULARY, GPTShape
 from lamina.engine.planner import (
     Case,
     Kind,

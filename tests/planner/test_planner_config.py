@@ -22,7 +22,7 @@ from lamina.engine.planner.emit_config import budget_bytes, outside_budget
 from lamina.engine.planner.options import Option, option
 from lamina.engine.planner.placement import DEVICE, HOST, NVME, Placement
 from lamina.tiers import PlacementError, place
-from lamina.tiers.homes import Budgets, SegmentSize, Wishes
+from lamina.tiers.placement.homes import Budgets, SegmentSize, Wishes
 from lamina.tiers.tier import Tier
 
 LOADS = (

@@ -5,8 +5,8 @@ import torch
 
 from lamina.engine.planner import Placement, model_preset, shape_from_module
 from lamina.engine.planner.rank_slice import rank_slice
-from lamina.tiers.group_limits import HUGE_NUMEL
-from lamina.zero import grouping
+from lamina.tiers.placement.group_limits import HUGE_NUMEL
+from lamina.zero.groups import grouping
 
 
 def test_huge_blocks_are_cut_where_the_engine_cuts_them() -> None:

@@ -13,7 +13,7 @@ import torch
 from hf_configs import CONFIGS, GROUPED, OTHERS, SMALL
 from safetensors.numpy import save_file
 
-from lamina.bench.gpt import GPT, GPTShape
+from lamina.bench.training.gpt import GPT, GPTShape
 from lamina.engine.planner import (
     PlanError,
     Question,
@@ -30,7 +30,7 @@ from lamina.engine.planner import (
 from lamina.engine.planner.hf_config import shape_from_config
 from lamina.engine.planner.model_shape import LoraShape
 from lamina.engine.planner.quantity import format_bytes, parse_bytes, parse_number
-from lamina.tiers.memory import CgroupLimit, MemoryLimits
+from lamina.tiers.memory.limits import CgroupLimit, MemoryLimits
 
 PUBLISHED = {
     "gpt2": 124_439_808,

@@ -43,8 +43,8 @@ from lamina.engine.planner.state_bytes import (
 )
 from lamina.tiers.nvme.layout import Layout
 from lamina.tiers.tier import Plane, PlaneSpec, ShardSpec
-from lamina.zero.dtypes import STATE_PLANES
-from lamina.zero.partition import FlatLayout
+from lamina.zero.adam.dtypes import STATE_PLANES
+from lamina.zero.groups.partition import FlatLayout
 
 GIB = 1 << 30
 dtypes = st.sampled_from(["bf16", "fp16", "fp32"])

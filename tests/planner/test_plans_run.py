@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from lamina.bench.gpt import GPT, VOCABULARY, GPTShape
+from lamina.bench.training.gpt import GPT, VOCABULARY, GPTShape
 from lamina.engine import initialize
 from lamina.engine.planner import (
     Buffers,

@@ -12,7 +12,7 @@ from torch import nn
 from lamina.aio_native import AsyncIO
 from lamina.engine import TrainingEngine, initialize
 from lamina.tiers import DiskSpeed, GenerationStore
-from lamina.tiers.device_identity import DeviceIdentity
+from lamina.tiers.links.device_identity import DeviceIdentity
 
 WIDTH = 256
 
@@ -33,8 +33,8 @@ def two_disks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[Path, Buc
     def probe(_: AsyncIO, folder: Path, __: int) -> DiskSpeed:
         return DiskSpeed(read=bucket(folder).read_rate, write=bucket(folder).write_rate, direct=True)
 
-    monkeypatch.setattr("lamina.tiers.known_links.identify", identity)
-    monkeypatch.setattr("lamina.tiers.known_links.probe_disk", probe)
+    monkeypatch.setattr("lamina.tiers.links.known_links.identify", identity)
+    monkeypatch.setattr("lamina.tiers.links.known_links.probe_disk", probe)
     monkeypatch.setattr(GenerationStore, "devices", property(lambda _: tuple(range(len(found)))))
     return found
 

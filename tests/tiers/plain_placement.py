@@ -4,8 +4,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from lamina.tiers import Budgets, Claim, Home, Order, SegmentSize, Tier, Wishes
-from lamina.tiers.homes import PAGE, page_up
-from lamina.tiers.needs import staging_bytes
+from lamina.tiers.placement.homes import PAGE, page_up
+from lamina.tiers.placement.needs import staging_bytes
 
 Homes = dict[str, Home]
 

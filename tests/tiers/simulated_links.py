@@ -1,7 +1,7 @@
 """A disk and a way to a device whose times can be reckoned in the head."""
 
 from lamina.tiers import BandwidthModel, Curve, Link
-from lamina.tiers.bandwidth import DISK, TO_DEVICE
+from lamina.tiers.links.bandwidth import DISK, TO_DEVICE
 
 MIB = 1 << 20
 

@@ -16,8 +16,8 @@ from lamina.tiers import (
     Tier,
     Wishes,
 )
-from lamina.tiers.bandwidth import disk_link
-from lamina.tiers.placement import Placement
+from lamina.tiers.links.bandwidth import disk_link
+from lamina.tiers.placement.placement import Placement
 
 MIB = 1 << 20
 GB = 1e9

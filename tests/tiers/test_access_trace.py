@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lamina.tiers import TraceCursor
-from lamina.tiers.trace import NEVER, Order, Upcoming
+from lamina.tiers.schedule.trace import NEVER, Order, Upcoming
 
 
 def run_step(cursor: TraceCursor, groups: list[int]) -> bool:

@@ -27,7 +27,7 @@ def test_the_probe_moves_what_it_says_and_leaves_nothing(nbytes: int, tmp_path: 
 def test_it_agrees_with_plain_transfers_of_the_same_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a clock that goes by the bytes: what a machine with other work makes of its disk is not the probe's doing."""
     nbytes, clock = 16 << 20, HandClock()
-    for module in ("throttled_io", "lamina.tiers.probe"):
+    for module in ("throttled_io", "lamina.tiers.links.probe"):
         monkeypatch.setattr(f"{module}.time", clock)
     with ThrottledIO(AsyncIO(), read_rate=200e6, write_rate=400e6) as io, AlignedBuffer(nbytes) as buffer:
         speed = probe_disk(io, tmp_path, nbytes)  # type: ignore[arg-type]
@@ -60,7 +60,7 @@ def test_a_mix_moves_each_direction_s_bytes_twice_a_round(read_bytes: int, writt
 
 
 def test_of_a_large_mix_a_part_is_moved_in_the_same_proportion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lamina.tiers.probe.MIX_BYTES", 8 << 20)
+    monkeypatch.setattr("lamina.tiers.links.probe.MIX_BYTES", 8 << 20)
     with AsyncIO() as io:
         began = time.perf_counter()
         (seconds,) = probe_mix(io, tmp_path, read_bytes=300 << 20, written_bytes=100 << 20, rounds=1)

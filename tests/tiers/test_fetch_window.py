@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from lamina.aio_native import Priority
 from lamina.tiers import Arena, Block, Executor, Spans, Tier
-from lamina.tiers.freelist import FreeList
-from lamina.tiers.sizes import GroupSizes
-from lamina.tiers.window import shortened, tile_bytes, window_peak
+from lamina.tiers.memory.freelist import FreeList
+from lamina.tiers.memory.sizes import GroupSizes
+from lamina.tiers.schedule.window import shortened, tile_bytes, window_peak
 
 PAGE = 4096
 

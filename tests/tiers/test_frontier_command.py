@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from lamina.bench.frontier import Runs, _sound, main, parse, points_of, verdicts
-from lamina.bench.frontier_modes import Mode, peer_modes
-from lamina.bench.frontier_plot import draw
-from lamina.bench.frontier_run import LOOKS
+from lamina.bench.frontier.command import Runs, _sound, main, parse, points_of, verdicts
+from lamina.bench.frontier.modes import Mode, peer_modes
+from lamina.bench.frontier.plot import draw
+from lamina.bench.frontier.run import LOOKS
 
 
 def runs(system: str, name: str, step_s: float, peak: float, losses: tuple[float, ...] = (5.0, 4.0)) -> Runs:
@@ -88,7 +88,9 @@ def test_budgets_that_make_no_sense_are_refused(budgets: str, capsys: pytest.Cap
 
 def test_a_refused_budget_is_no_failure_but_an_error_is() -> None:
     plain = runs("torch", "in memory", 1.0, 1.0)
-    refused = Runs(mode=Mode(system="lamina", name="1+1"), error="lamina.tiers.placement.PlacementError: too small")
+    refused = Runs(
+        mode=Mode(system="lamina", name="1+1"), error="lamina.tiers.placement.placement.PlacementError: too small"
+    )
     failed = Runs(mode=Mode(system="lamina", name="1+8"), error="OSError: the disk is gone")
     strange = runs("lamina", "x", 1.0, 1.0, (5.0, 4.5))
     assert [_sound(item, plain) for item in (plain, refused, failed, strange)] == [True, True, False, False]

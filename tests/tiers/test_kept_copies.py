@@ -325,7 +325,7 @@ def test_ranks_wait_for_memory_instead_of_evicting_more(
     assert block is not None
     held = [block.view]
     del block
-    monkeypatch.setattr("lamina.tiers.executor.time", LetGoMeanwhile(held))
+    monkeypatch.setattr("lamina.tiers.schedule.executor.time", LetGoMeanwhile(held))
     executor.acquire(2)
     held.clear()
     assert [index for index in (0, 1) if homes[index].bound is not None] == still_there

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from simulated_links import MIB, links
 
 from lamina.tiers import Access, BandwidthModel, GroupModel, StepModel, SubGroup, UpdateModel, simulate
-from lamina.tiers.bandwidth import DISK, TO_DEVICE
-from lamina.tiers.lookahead import HEADROOM, EarlyUpdate, Pace, Timetable
+from lamina.tiers.links.bandwidth import DISK, TO_DEVICE
+from lamina.tiers.schedule.lookahead import HEADROOM, EarlyUpdate, Pace, Timetable
 
 
 def accesses(*pairs: tuple[int, float]) -> list[Access]:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from plain_placement import PlainNeeds, PlainSearch
 
 from lamina.tiers import Budgets, Claim, Home, Order, PlacementError, SegmentSize, Tier, Wishes, place
-from lamina.tiers.needs import Needs, staging_bytes
+from lamina.tiers.placement.needs import Needs, staging_bytes
 
 TIERS = (Tier.DEVICE, Tier.HOST, Tier.NVME)
 

@@ -25,8 +25,8 @@ from lamina.tiers import (
     explain,
     simulate,
 )
-from lamina.tiers.bandwidth import DISK, disk_link
-from lamina.tiers.needs import staging_bytes
+from lamina.tiers.links.bandwidth import DISK, disk_link
+from lamina.tiers.placement.needs import staging_bytes
 
 
 def question(

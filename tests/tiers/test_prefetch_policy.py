@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lamina.tiers import Action, Scheduler, Verb
-from lamina.tiers.scheduler import NEVER, DeviceState
+from lamina.tiers.schedule.scheduler import NEVER, DeviceState
 
 
 @st.composite

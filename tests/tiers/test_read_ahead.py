@@ -10,8 +10,8 @@ from simulated_links import MIB, links
 from test_update_thread import LIMIT_S, NUMEL, CountingKernels, HeldHandle, HeldStore, job
 
 from lamina.tiers import Access, Arena, GroupModel, Plane, Spans, StepModel, SubGroup, Tier, UpdateModel, simulate
-from lamina.zero.update import Updater
-from lamina.zero.update_job import UpdateJob
+from lamina.zero.step.update import Updater
+from lamina.zero.step.update_job import UpdateJob
 
 
 class Store(HeldStore):

@@ -14,7 +14,7 @@ from small_questions import draw_question
 from throttled_io import Bucket, HandClock, ThrottledIO
 
 from lamina.aio_native import AlignedBuffer, AsyncIO
-from lamina.bench.gpt import GPT, GPTShape
+from lamina.bench.training.gpt import GPT, GPTShape
 from lamina.engine import initialize
 from lamina.engine.steering import Steering
 from lamina.tiers import (
@@ -32,9 +32,9 @@ from lamina.tiers import (
     Wishes,
     choose,
 )
-from lamina.tiers.bandwidth import DISK
-from lamina.tiers.replan import Replanner
-from lamina.zero.move_rules import home_of
+from lamina.tiers.links.bandwidth import DISK
+from lamina.tiers.placement.replan import Replanner
+from lamina.zero.homes.move_rules import home_of
 
 MIB = 1 << 20
 
@@ -290,7 +290,7 @@ def test_a_real_divided_state_is_divided_otherwise_when_reads_slow_down(
         less = {name: replace(home, kept=numel // 8) for name, home in homes.items() if home.kept}
         return Choice.given(asked, asked.placement_at(dict(homes) | less))
 
-    monkeypatch.setattr("lamina.zero.choosing.choose", chosen)
+    monkeypatch.setattr("lamina.zero.homes.choosing.choose", chosen)
     monkeypatch.setattr("lamina.engine.zero_options.Wishes", lambda **given: Wishes(**(given | wishes)))
     monkeypatch.setattr(Steering, "_new_times", lambda *_: None)
 

@@ -5,7 +5,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from lamina.tiers import Residency
-from lamina.tiers.residency import TRANSITIONS
+from lamina.tiers.schedule.residency import TRANSITIONS
 
 
 class ResidencyMachine(RuleBasedStateMachine):

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lamina.tiers import Budgets, ComputeTimes, Home, PlacementError, SegmentSize, Tier, Wishes, model_step, place
-from lamina.tiers.shares import GRANULE, divided, met_shares, share_params, share_states
+from lamina.tiers.placement.shares import GRANULE, divided, met_shares, share_params, share_states
 
 DEVICE, HOST, NVME = Tier.DEVICE, Tier.HOST, Tier.NVME
 MIB = 1 << 20

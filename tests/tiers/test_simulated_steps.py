@@ -22,7 +22,7 @@ from lamina.tiers import (
     simulate,
     simulate_ranks,
 )
-from lamina.tiers.bandwidth import DISK
+from lamina.tiers.links.bandwidth import DISK
 
 
 def there_and_back(compute_s: float, sizes: list[int]) -> tuple[tuple[GroupModel, ...], tuple[Access, ...]]:

@@ -16,13 +16,13 @@ from disk_training import net, on_disks, shares, step, two_disks
 from throttled_io import Bucket
 
 from lamina.aio_native import AsyncIO
-from lamina.bench.gpt import GPT, GPTShape
+from lamina.bench.training.gpt import GPT, GPTShape
 from lamina.engine import TrainingEngine
 from lamina.engine.steering import device_work
 from lamina.tiers import GenerationStore, NvmePath, Plane, PlaneSpec, ShardSpec
-from lamina.tiers.device_identity import identify
-from lamina.tiers.stripe_balance import SETTLING_STEPS, WINDOW, WORTH, DeviceWork, StripeBalance
-from lamina.tiers.stripe_weights import device_shares
+from lamina.tiers.links.device_identity import identify
+from lamina.tiers.placement.stripe_balance import SETTLING_STEPS, WINDOW, WORTH, DeviceWork, StripeBalance
+from lamina.tiers.placement.stripe_weights import device_shares
 
 MIB = 1 << 20
 

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from lamina.aio_native import AsyncIO
 from lamina.tiers import DiskSpeed, NvmePath
-from lamina.tiers.bandwidth import DISK, disk_link
-from lamina.tiers.device_identity import DeviceIdentity
-from lamina.tiers.known_links import KnownLinks, learn_links
-from lamina.tiers.stripe_weights import ALIKE, device_shares, level, path_weights, weighted
+from lamina.tiers.links.bandwidth import DISK, disk_link
+from lamina.tiers.links.device_identity import DeviceIdentity
+from lamina.tiers.links.known_links import KnownLinks, learn_links
+from lamina.tiers.placement.stripe_weights import ALIKE, device_shares, level, path_weights, weighted
 
 GB = 1e9
 
@@ -103,8 +103,8 @@ def learn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rates: dict[str, floa
             raise OSError(errno.ENOSPC, "no room")
         return speed(rate, rate)
 
-    monkeypatch.setattr("lamina.tiers.known_links.identify", identity)
-    monkeypatch.setattr("lamina.tiers.known_links.probe_disk", probe)
+    monkeypatch.setattr("lamina.tiers.links.known_links.identify", identity)
+    monkeypatch.setattr("lamina.tiers.links.known_links.probe_disk", probe)
     return learn_links([NvmePath(path=str(tmp_path / name)) for name in rates], AsyncIO, nbytes=1 << 30)
 
 

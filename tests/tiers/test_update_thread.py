@@ -11,9 +11,9 @@ import torch
 from ctrl_c import ctrl_c_soon
 
 from lamina.tiers import Arena, Plane, PlaneSpec, Spans, Tier
-from lamina.zero.adam_update import AdamBatch, AdamHyper
-from lamina.zero.update import Updater
-from lamina.zero.update_job import UpdateJob
+from lamina.zero.adam.update import AdamBatch, AdamHyper
+from lamina.zero.step.update import Updater
+from lamina.zero.step.update_job import UpdateJob
 
 NUMEL = 4096
 LIMIT_S = 60.0  # for what happens at once, however slow the machine is

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from lamina.tiers.device_identity import existing_parent, identify, machine_key
+from lamina.tiers.links.device_identity import existing_parent, identify, machine_key
 
 DEVICE = os.makedev(259, 1)
 
@@ -13,7 +13,7 @@ DEVICE = os.makedev(259, 1)
 @pytest.fixture
 def _on_a_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wherever this machine has its temporary files."""
-    monkeypatch.setattr("lamina.tiers.device_identity._file_device", lambda _: DEVICE)
+    monkeypatch.setattr("lamina.tiers.links.device_identity._file_device", lambda _: DEVICE)
 
 
 def make_root(root: Path, *, files: dict[str, str], file_system: str = "ext4", source: str = "/dev/x1") -> None:

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from lamina.tiers.device_identity import DeviceIdentity, identify
-from lamina.tiers.profile import (
+from lamina.tiers.links.device_identity import DeviceIdentity, identify
+from lamina.tiers.links.profile import (
     DiskProfile,
     ForeignProfileError,
     MachineRates,
@@ -23,7 +23,7 @@ from lamina.tiers.profile import (
     check_profile,
     this_kernel,
 )
-from lamina.tiers.profile_file import cache_folder, load_profile, profile_path, read_profile, save_profile
+from lamina.tiers.links.profile_file import cache_folder, load_profile, profile_path, read_profile, save_profile
 
 NOW = 1_800_000_000.0
 DAY = 86400.0

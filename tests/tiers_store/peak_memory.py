@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from lamina.aio_native import AsyncIO
-from lamina.tiers.arena import Arena
+from lamina.tiers.memory.arena import Arena
 from lamina.tiers.nvme.pinned_reader import PinnedReader
 from lamina.tiers.nvme.store import GenerationStore
 from lamina.tiers.nvme.stream import SCRATCH_BYTES

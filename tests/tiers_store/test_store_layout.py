@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lamina.tiers.errors import LayoutError, SpaceError
-from lamina.tiers.freelist import FreeList
+from lamina.tiers.memory.freelist import FreeList
 from lamina.tiers.nvme.checksum import combine
 from lamina.tiers.nvme.layout import ALIGN, Layout, require_same_shards, shard_from_json, shard_to_json
 from lamina.tiers.nvme.room import plan_counts

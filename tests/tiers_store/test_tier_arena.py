@@ -17,8 +17,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from lamina.tiers.arena import Arena, Block
 from lamina.tiers.errors import BudgetError
+from lamina.tiers.memory.arena import Arena, Block
 from lamina.tiers.tier import Tier
 
 MIB = 1 << 20
@@ -315,7 +315,7 @@ TestArenaMachine.settings = settings(max_examples=40, stateful_step_count=30, de
 
 def test_interpreter_exit_with_live_blocks_is_quiet() -> None:
     code = (
-        "from lamina.tiers.arena import Arena; from lamina.tiers.tier import Tier\n"
+        "from lamina.tiers.memory.arena import Arena; from lamina.tiers.tier import Tier\n"
         "a = Arena(Tier.HOST, 1 << 20); b = a.alloc(5000, 'x'); v = b.view; b.free(); a.close()"
     )
     done = subprocess.run(

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lamina.tiers.errors import BudgetError
-from lamina.tiers.memory import CgroupLimit, MemoryLimits, check_budget, read_memory_limits
+from lamina.tiers.memory.limits import CgroupLimit, MemoryLimits, check_budget, read_memory_limits
 
 GIB = 1 << 30
 
@@ -132,7 +132,7 @@ def test_a_budget_over_the_limit_is_refused_with_the_numbers() -> None:
 def test_rlimits_of_a_real_process() -> None:
     code = (
         f"import sys; sys.path[:] = {sys.path!r}\n"
-        "from lamina.tiers.memory import read_memory_limits\n"
+        "from lamina.tiers.memory.limits import read_memory_limits\n"
         "import resource\n"
         f"resource.setrlimit(resource.RLIMIT_AS, ({4 * GIB}, {4 * GIB}))\n"
         "limits = read_memory_limits()\n"

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lamina.zero.core_turns import CoreTurns
+from lamina.zero.step.core_turns import CoreTurns
 
 LIMIT_S = 60.0  # for what happens at once, however slow the machine is
 

@@ -13,7 +13,7 @@ from small_model import batch, build, differences, settings, train_steps, train_
 
 from lamina.engine import TrainingEngine, initialize
 from lamina.tiers import Choice, StoreError, Tier
-from lamina.tiers.gpu import Accelerator
+from lamina.tiers.memory.gpu import Accelerator
 from lamina.zero import get_full, get_local, set_full, set_local
 
 SMALL = {"width": 32, "hidden": 64, "blocks": 3}
@@ -207,7 +207,7 @@ def test_the_share_is_met_and_the_budgets_that_it_needs_are_enough_and_all_that_
 
 def test_auto_fills_the_host_budget_to_within_a_chunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the usual order, whatever the disk was measured to do: others divide one segment on each tier of memory, or more."""
-    monkeypatch.setattr("lamina.zero.choosing.choose", lambda question: Choice.given(question, question.place()))
+    monkeypatch.setattr("lamina.zero.homes.choosing.choose", lambda question: Choice.given(question, question.place()))
     wide = {"width": 512, "hidden": 2048, "blocks": 3}
     budget = 64 << 20
     config = settings(

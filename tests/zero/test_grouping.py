@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from lamina.zero.grouping import Grouping, GroupLimits, LeafModules, find_groups
+from lamina.zero.groups.grouping import Grouping, GroupLimits, LeafModules, find_groups
 
 
 class Block(nn.Module):

@@ -23,7 +23,7 @@ def _homes_as_budgets_suggest(monkeypatch: pytest.MonkeyPatch) -> None:
     def given(question: PlacementQuestion) -> Choice:
         return Choice.given(question, question.place())
 
-    monkeypatch.setattr("lamina.zero.choosing.choose", given)
+    monkeypatch.setattr("lamina.zero.homes.choosing.choose", given)
     monkeypatch.setattr("lamina.engine.steering.Steering.after_step", lambda *_: None)
 
 

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lamina.zero.grad_norm import exact_terms
-from lamina.zero.kernels import NORM_BLOCK
-from lamina.zero.norm_blocks import cut_blocks, whole_blocks
-from lamina.zero.partition import FlatLayout
+from lamina.zero.adam.kernels import NORM_BLOCK
+from lamina.zero.gradients.norm import exact_terms
+from lamina.zero.gradients.norm_blocks import cut_blocks, whole_blocks
+from lamina.zero.groups.partition import FlatLayout
 
 
 def wanted_blocks(layout: FlatLayout) -> list[tuple[int, int]]:

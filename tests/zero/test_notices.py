@@ -3,7 +3,7 @@
 import pytest
 from torch.distributed import HashStore
 
-from lamina.zero.notices import Board, Doing, Notice, hopeless
+from lamina.zero.ranks.notices import Board, Doing, Notice, hopeless
 
 
 def waiting(lane: int, index: int, *started: int) -> Notice:

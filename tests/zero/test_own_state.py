@@ -10,12 +10,12 @@ from torch import nn
 
 from lamina.engine import TrainingEngine, initialize
 from lamina.tiers import PlacementError
-from lamina.tiers.needs import OWN_GRADIENTS, OWN_STATE
-from lamina.zero.fitting import segment_size
+from lamina.tiers.placement.needs import OWN_GRADIENTS, OWN_STATE
+from lamina.zero.groups.partition import FlatLayout
+from lamina.zero.groups.segment import Segment
+from lamina.zero.homes.fitting import segment_size
+from lamina.zero.homes.own_state import OwnState
 from lamina.zero.options import ZeroOptions
-from lamina.zero.own_state import OwnState
-from lamina.zero.partition import FlatLayout
-from lamina.zero.segment import Segment
 
 
 class Net(nn.Module):

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lamina.zero.partition import ALIGN_ELEMENTS, FlatLayout
+from lamina.zero.groups.partition import ALIGN_ELEMENTS, FlatLayout
 
 shapes = st.lists(st.lists(st.integers(0, 40), max_size=3).map(tuple), max_size=10)
 

@@ -10,7 +10,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
 from small_model import Outcome, batch, build, differences
 
 from lamina.tiers import Budgets, NvmePath, Tier, Wishes
-from lamina.tiers.gpu import Accelerator
+from lamina.tiers.memory.gpu import Accelerator
 from lamina.zero import AdamDefaults, ZeroOptions, ZeroRuntime, get_full, set_full
 
 DEVICE, HOST, NVME = Tier.DEVICE, Tier.HOST, Tier.NVME

@@ -15,9 +15,9 @@ from lamina.tiers import Budgets, PlacementError, Residency, SegmentSize, Tier, 
 from lamina.tiers.nvme.handle import FailedStart, Part
 from lamina.tiers.nvme.scratch import Scratch
 from lamina.zero import get_full, set_full
-from lamina.zero.grad_norm import GradientNorm
-from lamina.zero.gradients import Gradients
-from lamina.zero.update import Updater
+from lamina.zero.gradients.norm import GradientNorm
+from lamina.zero.gradients.planes import Gradients
+from lamina.zero.step.update import Updater
 
 MODEL = {"blocks": 8, "tied": False}
 HOST_BYTES = 1_750_000  # update buffers and three of ten gradient planes

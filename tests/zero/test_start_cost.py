@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from lamina.engine import initialize
-from lamina.tiers.group_limits import LARGE_NUMEL, MOST_GROUPS, TINY_NUMEL, GroupLimits
-from lamina.zero import start_progress
-from lamina.zero.grouping import find_groups
-from lamina.zero.start_progress import StartProgress
+from lamina.tiers.placement.group_limits import LARGE_NUMEL, MOST_GROUPS, TINY_NUMEL, GroupLimits
+from lamina.zero.groups.grouping import find_groups
+from lamina.zero.homes import start_progress
+from lamina.zero.homes.start_progress import StartProgress
 
 TIERS = ("memory", "nvme", "budgets")
 
@@ -80,7 +80,7 @@ def test_f07_twice_the_parameters_take_twice_the_work(
     kind: str, tier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What the second half of the parameters adds is no more than what the first half took, by much."""
-    monkeypatch.setattr("lamina.tiers.known_links.probe_disk", fast_disk)
+    monkeypatch.setattr("lamina.tiers.links.known_links.probe_disk", fast_disk)
     width = 96  # 36 kB: too small to be fetched alone
     counts = [operations(MODELS[kind](n, width), config(tier, tmp_path, n * width**2 * 4)) for n in (20, 100, 180, 340)]
     few, some, many = (after - before for before, after in itertools.pairwise(counts))

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lamina.zero.kernels import AdamHyper, AdamPlanes, DType, Kernels
+from lamina.zero.adam.kernels import AdamHyper, AdamPlanes, DType, Kernels
 
 TORCH = {DType.FP32: torch.float32, DType.BF16: torch.bfloat16, DType.FP16: torch.float16}
 INTEGER = {4: torch.int32, 2: torch.int16}

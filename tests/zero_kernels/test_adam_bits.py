@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from lamina.zero.kernels import AdamHyper, AdamPlanes, DType, Kernels, available_paths
+from lamina.zero.adam.kernels import AdamHyper, AdamPlanes, DType, Kernels, available_paths
 
 PATHS = available_paths()
 GRID = list(

@@ -4,7 +4,7 @@ import pytest
 import torch
 from planes import Planes, bits, merge, random_planes, run_adam, split
 
-from lamina.zero.kernels import AdamHyper, DType, Kernels, available_paths
+from lamina.zero.adam.kernels import AdamHyper, DType, Kernels, available_paths
 
 HYPER = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.1}
 

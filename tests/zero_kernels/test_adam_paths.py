@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planes import Planes, bits, guards_intact, random_planes, run_adam
 
-from lamina.zero.kernels import AdamHyper, DType, Kernels, available_paths
+from lamina.zero.adam.kernels import AdamHyper, DType, Kernels, available_paths
 
 PATHS = available_paths()
 KINDS = ["fp32", "split", "bf16", "fp16"]

@@ -8,8 +8,8 @@ import pytest
 import torch
 from planes import bits
 
-from lamina.zero.cpu_adam import CPUAdam
-from lamina.zero.kernels import Kernels
+from lamina.zero.adam.cpu_adam import CPUAdam
+from lamina.zero.adam.kernels import Kernels
 
 SHAPES = [(16,), (4, 8), (2, 3, 16), (32,), (8, 8)]
 

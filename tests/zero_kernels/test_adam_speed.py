@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lamina.zero import Kernels
-from lamina.zero.adam_speed import BUFFERS, NUMEL, ROUNDS, streamed_adam_rate
+from lamina.zero.adam.speed import BUFFERS, NUMEL, ROUNDS, streamed_adam_rate
 
 
 @pytest.mark.parametrize("grad_dtype", [None, torch.float32])

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planes import TORCH, bits, guards_intact, placed
 
-from lamina.zero.kernels import NORM_BLOCK, DType, Kernels, available_paths, num_norm_blocks
+from lamina.zero.adam.kernels import NORM_BLOCK, DType, Kernels, available_paths, num_norm_blocks
 
 DTYPES = list(DType)
 

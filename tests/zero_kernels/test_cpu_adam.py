@@ -10,8 +10,8 @@ import pytest
 import torch
 from planes import bits, merge
 
-from lamina.zero.cpu_adam import CPUAdam
-from lamina.zero.kernels import Kernels
+from lamina.zero.adam.cpu_adam import CPUAdam
+from lamina.zero.adam.kernels import Kernels
 
 GRID = [
     {"weight_decay": wd, "eps": eps, "betas": betas, "maximize": maximize}

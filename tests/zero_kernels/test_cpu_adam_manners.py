@@ -16,8 +16,8 @@ import torch
 from torch.optim import lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from lamina.zero.cpu_adam import CPUAdam
-from lamina.zero.kernels import Kernels, default_num_threads
+from lamina.zero.adam.cpu_adam import CPUAdam
+from lamina.zero.adam.kernels import Kernels, default_num_threads
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lamina.zero.kernels import available_paths
+from lamina.zero.adam.kernels import available_paths
 
 ROOT = Path(__file__).parents[2]
 CSRC = ROOT / "zero" / "csrc"

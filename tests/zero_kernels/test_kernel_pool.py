@@ -12,8 +12,8 @@ import pytest
 import torch
 from planes import adam_planes, bits, random_planes, run_adam
 
-from lamina.zero import kernels as kernels_module
-from lamina.zero.kernels import (
+from lamina.zero.adam import kernels as kernels_module
+from lamina.zero.adam.kernels import (
     AdamBatch,
     AdamHyper,
     AdamPlanes,
@@ -180,7 +180,7 @@ def test_bound_workers_stay_on_their_cores_and_the_caller_is_not_bound():
 def torch_threads(num_threads: int, code: str) -> str:
     """What a process prints in which torch has so many threads."""
     start = f"import torch, psutil, threading; torch.set_num_threads({num_threads})\n"
-    start += "from lamina.zero.kernels import Kernels, DType\nn = 1 << 18; x, y = torch.ones(n), torch.zeros(n)\n"
+    start += "from lamina.zero.adam.kernels import Kernels, DType\nn = 1 << 18; x, y = torch.ones(n), torch.zeros(n)\n"
     start += "def call(k): k.accumulate(n, dst=y.data_ptr(), src=x.data_ptr(), src_dtype=DType.FP32)\n"
     done = subprocess.run([sys.executable, "-c", start + code], capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 0, done.stderr
@@ -364,12 +364,12 @@ def test_works_in_an_empty_environment_without_torch(tmp_path):
         "import sys; sys.path[:0] = {path!r}\n"
         "import types; zero = types.ModuleType('lamina.zero'); zero.__path__ = [{zero!r}]\n"
         "import lamina; sys.modules['lamina.zero'] = zero\n"
-        "from lamina.zero.kernels import Kernels, DType\n"
+        "from lamina.zero.adam.kernels import Kernels, DType\n"
         "from array import array\n"
         "x = array('f', [3.0, 4.0])\n"
         "print(Kernels(1).squared_norm(2, src=x.buffer_info()[0], dtype=DType.FP32)[0], 'torch' in sys.modules)\n"
     )
-    zero = os.path.dirname(kernels_module.__file__)
+    zero = os.path.dirname(os.path.dirname(kernels_module.__file__))
     code = code.format(path=sys.path, zero=zero)
     done = subprocess.run(
         [sys.executable, "-c", code], env={}, cwd=tmp_path, capture_output=True, text=True, check=False

@@ -13,7 +13,7 @@ import pytest
 import torch
 from planes import adam_planes, bits, random_planes, run_adam
 
-from lamina.zero.kernels import AdamBatch, AdamHyper, AdamScalars, DType, Kernels
+from lamina.zero.adam.kernels import AdamBatch, AdamHyper, AdamScalars, DType, Kernels
 
 HYPER = AdamHyper(lr=1e-2, weight_decay=0.1, step=3)
 CSRC = Path(__file__).parents[2] / "zero" / "csrc"

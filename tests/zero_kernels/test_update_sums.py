@@ -12,7 +12,7 @@ from planes import adam_planes, random_planes
 from lamina.aio_native import crc32c, crc32c_join
 from lamina.tiers import TakenSums
 from lamina.tiers.nvme.taken_sums import checksum
-from lamina.zero.kernels import SUM_PIECE, AdamHyper, AdamPlanes, DType, Kernels, available_paths, num_sums
+from lamina.zero.adam.kernels import SUM_PIECE, AdamHyper, AdamPlanes, DType, Kernels, available_paths, num_sums
 
 HYPER = AdamHyper(lr=1e-2, weight_decay=0.1, step=3)
 

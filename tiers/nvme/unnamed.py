@@ -6,7 +6,7 @@ from collections import deque
 
 from lamina.aio_native import AsyncIO, Handle, Priority
 from lamina.tiers.errors import BudgetError
-from lamina.tiers.freelist import FreeList
+from lamina.tiers.memory.freelist import FreeList
 
 PAGE = 4096
 GROWTH_BYTES = 64 << 20

@@ -1,4 +1,4 @@
-/* The C face of lamina.zero.kernels, and the cffi declarations too (lines that start with # are dropped
+/* The C face of lamina.zero.adam.kernels, and the cffi declarations too (lines that start with # are dropped
  * there).
  *
  * Addresses travel as integers: the Python side owns the memory and keeps it alive during a call.  Every

@@ -1,0 +1,1 @@
+"""`lamina aio`: the file I/O beside fio and DeepSpeed."""

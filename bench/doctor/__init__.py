@@ -1,0 +1,1 @@
+"""`lamina doctor`: what this machine offers and what to mend."""

@@ -1,0 +1,1 @@
+"""`lamina frontier`: step time against memory, beside DeepSpeed and plain PyTorch."""

@@ -1,0 +1,1 @@
+"""`lamina train`: trains a GPT on real text under a memory budget."""

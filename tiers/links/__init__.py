@@ -1,0 +1,1 @@
+"""How fast bytes move between tiers: models, probes and profiles of this machine's links."""

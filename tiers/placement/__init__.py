@@ -1,0 +1,1 @@
+"""Which tier is home to what: pure, over plain data."""

@@ -1,0 +1,80 @@
+"""Plans anew when links turn out slower or faster than modelled. Pure: fed with measurements, asked for a decision."""
+
+from dataclasses import dataclass, field, replace
+
+from lamina.tiers.links.bandwidth import Measured
+from lamina.tiers.simulation.step_model import ComputeTimes
+
+from .choice import Choice, choose
+from .question import PlacementQuestion
+
+WORTH_MOVING = 0.05
+"""A new placement must promise to make a step shorter by this share before anything is moved."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Revision:
+    """What a change of a link's rates (or of the times of computing) means: the prediction for the placement that there is,
+    and the better one, if any."""
+
+    link: str
+    """Empty when it was the times of computing that changed."""
+    factor: float
+    """How many times slower than first modelled the link counts as."""
+    expected_step_s: float
+    """Under the present placement."""
+    lower_bound_s: float
+    better: Choice | None
+
+    def __str__(self) -> str:
+        what = (
+            f"{self.link} is {self.factor:.2f} times slower than first measured"
+            if self.link
+            else "compute was measured"
+        )
+        told = f"{what}: a step now takes {self.expected_step_s:.3f} s, at best {self.lower_bound_s:.3f} s"
+        if self.better is None:
+            return f"{told}; the placement stays, since no other would be {WORTH_MOVING:.0%} faster"
+        return f"{told}; another placement would take {self.better.predicted.step_s:.3f} s"
+
+
+@dataclass(kw_only=True)
+class Replanner:
+    """Keeps the model of the links up to date and says when that changes what is best.
+
+    ``choice`` is the present one; the model of its question is corrected in place by what was measured.
+    """
+
+    choice: Choice
+    revisions: list[Revision] = field(default_factory=list)
+
+    def after_step(self, measured: Measured) -> Revision | None:
+        """Take one step's measurement; a revision when the link's rates changed, else None."""
+        question = self.choice.question
+        if not question.links.observe(measured):
+            return None
+        return self._revise(question, measured.link)
+
+    def with_times(self, times: ComputeTimes) -> Revision:
+        """Reckon with these times of computing from now on."""
+        return self._revise(replace(self.choice.question, times=times), "")
+
+    def _revise(self, question: PlacementQuestion, link: str) -> Revision:
+        expected = question.predict(self.choice.placement)
+        other = choose(question)
+        gain = 1 - other.predicted.step_s / expected.step_s if expected.step_s else 0.0
+        better = other if gain >= WORTH_MOVING and other.placement.homes != self.choice.placement.homes else None
+        self.choice = replace(self.choice, question=question, predicted=expected)
+        revision = Revision(
+            link=link,
+            factor=question.links.factor(link) if link else 1.0,
+            expected_step_s=expected.step_s,
+            lower_bound_s=expected.lower_bound_s,
+            better=better,
+        )
+        self.revisions.append(revision)
+        return revision
+
+    def adopt(self, better: Choice) -> None:
+        """The state was moved: from now on this is the present placement."""
+        self.choice = better

@@ -1,0 +1,1 @@
+"""A training step without doing it: as plain data, in simulated time."""
