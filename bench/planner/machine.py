@@ -79,7 +79,7 @@ def _profile_rates(nvme_path: str | None, profile: Path | None, changes: Mapping
 def _object(path: Path) -> dict[str, Any]:
     try:
         values = json.loads(path.read_text())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise PlanError(f"{path}: is no JSON ({error})") from error
     if not isinstance(values, dict):
         raise PlanError(f"{path}: is no JSON object")

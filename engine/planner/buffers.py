@@ -41,6 +41,8 @@ class Buffers:
         for name, limit in {**least, "checkpoints_kept": 0, "io_staging_bytes": 0}.items():
             if getattr(self, name) < limit:
                 raise PlanError(f"buffers: {name} is {getattr(self, name)}; it must be at least {limit}")
+        if self.generations > 3:
+            raise PlanError(f"buffers: generations is {self.generations}; it must be at most 3")
         for name in ("max_live", "reduce_bucket"):
             value = getattr(self, name)
             if value is not None and value < 0:

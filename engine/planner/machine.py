@@ -153,11 +153,11 @@ class Machine:
 
     def _nvme(self, value: Any) -> dict[str, Any]:
         number = parse_number(value, what="machine: nvme")
-        if number >= MIB:
+        if number >= MIB or number == 0:
             return {"nvme_bytes": int(number)}
         drives = int(number)
         if drives < 1 or drives != number:
-            raise PlanError(f"machine: nvme: {value!r} must be a whole number of drives, or bytes such as 4TB")
+            raise PlanError(f"machine: nvme: {value!r} must be a whole number of drives, or bytes such as 4TB; 0: none")
         factor = drives / self.drives
         rates = {
             name: None if getattr(self, name) is None else getattr(self, name) * factor

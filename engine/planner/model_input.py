@@ -109,7 +109,7 @@ def _from_config(path: Path) -> ModelShape:
 def _config(path: Path) -> dict[str, Any]:
     try:
         values = json.loads(path.read_text())
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RecursionError) as error:
         raise PlanError(f"{path}: cannot be read as JSON ({error})") from error
     if not isinstance(values, dict):
         raise PlanError(f"{path}: is no JSON object")

@@ -6,6 +6,10 @@ from functools import cached_property
 from lamina.engine.planner.errors import PlanError
 from lamina.engine.planner.formed_groups import FormedGroups
 
+MOST_LAYERS = 10_000
+MOST = 1 << 31
+_SIZES = ("hidden", "heads", "vocab", "kv_heads", "head_dim", "ffn", "positions", "experts", "experts_active")
+
 
 @dataclass(frozen=True, kw_only=True)
 class LoraShape:
@@ -82,9 +86,19 @@ class ModelShape:
         for name in ("layers", "hidden", "heads", "vocab"):
             if getattr(self, name) < 1:
                 raise PlanError(f"model {self.name}: {name} is {getattr(self, name)}; it must be at least 1")
-        for name in ("kv_heads", "head_dim", "ffn", "positions", "experts", "experts_active"):
+        for name in _SIZES[3:]:
             if getattr(self, name) < 0:
                 raise PlanError(f"model {self.name}: {name} is {getattr(self, name)}; it must not be negative")
+        for name in ("layers", *_SIZES):
+            if getattr(self, name) > (most := MOST_LAYERS if name == "layers" else MOST):
+                raise PlanError(
+                    f"model {self.name}: {name} is {getattr(self, name):,}; no more than {most:,} are planned"
+                )
+        widest = max(max(size) for size in self.matrices().values())
+        if self.lora is not None and self.lora.rank > widest:
+            raise PlanError(
+                f"model {self.name}: lora rank {self.lora.rank:,} is larger than its matrices: {widest:,} at most"
+            )
         if not self.head_dim and self.hidden % self.heads:
             raise PlanError(
                 f"model {self.name}: hidden {self.hidden} is no multiple of heads {self.heads}; give head_dim"

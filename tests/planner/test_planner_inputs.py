@@ -27,6 +27,7 @@ from lamina.engine.planner import (
     shape_from_module,
     this_machine,
 )
+from lamina.engine.planner.buffers import Buffers
 from lamina.engine.planner.hf_config import shape_from_config
 from lamina.engine.planner.model_shape import LoraShape
 from lamina.engine.planner.quantity import format_bytes, parse_bytes, parse_number
@@ -300,6 +301,7 @@ def test_what_if_changes_scale_drives_and_replace_bytes() -> None:
     assert after.nvme_read_bandwidth == 2 * before.nvme_read_bandwidth
     assert after.devices_per_host == 4
     assert before.with_changes({"nvme": "4TB"}).nvme_bytes == 4 * 10**12
+    assert before.with_changes({"nvme": "0"}).nvme_bytes == 0
     for changes, message in (({"nvme": "1.5"}, "whole number of drives"), ({"ram": 1}, "'ram' is unknown")):
         with pytest.raises(PlanError, match=message):
             before.with_changes(changes)
@@ -345,3 +347,19 @@ def test_bad_quantities_name_the_thing(text: str) -> None:
 )
 def test_bytes_are_shown_with_three_digits(nbytes: float, text: str) -> None:
     assert format_bytes(nbytes) == text
+
+
+def test_senseless_sizes_are_refused_before_they_are_planned(tmp_path: Path) -> None:
+    bert = model_preset("bert-large")
+    for change, message in (
+        ({"lora": LoraShape(rank=99_999_999)}, r"lora rank 99,999,999 .*: 4,096 at most"),
+        ({"layers": 100_000}, "layers is 100,000; no more than 10,000"),
+        ({"vocab": 10**30}, "vocab is 1,000,.*; no more than 2,147,483,648"),
+    ):
+        with pytest.raises(PlanError, match=message):
+            replace(bert, inventory=None, **change)
+    with pytest.raises(PlanError, match="generations is 4; it must be at most 3"):
+        Buffers(generations=4)
+    (tmp_path / "config.json").write_text("[" * 100_000)
+    with pytest.raises(PlanError, match="cannot be read as JSON"):
+        read_model(str(tmp_path / "config.json"))
