@@ -224,9 +224,8 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
     rows, losses = [], []
     first_step_at = 0.0
     for index in range(job["warm_up"] + job["steps"]):
-        if (
-            0 < index == job["warm_up"] - 1
-        ):  # the step after it is not counted: while the disk is looked at, others' work ends
+        # The step after it is not counted: while the disk is looked at, others' work ends.
+        if 0 < index == job["warm_up"] - 1:
             system.look_around()
         start = time.perf_counter()
         loss = system.forward(*data[index % BATCHES])

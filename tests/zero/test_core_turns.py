@@ -165,15 +165,21 @@ def test_a_stop_in_a_call_reaches_both_threads(turns: CoreTurns) -> None:
     assert isinstance(update.error, KeyboardInterrupt)
 
 
-def test_ctrl_c_before_a_call_is_taken_up_leaves_it_waiting() -> None:
+def cut_when_a_call_waits(left: int) -> tuple[CoreTurns, UpdateThread]:
+    """Ctrl-C comes in ``come_by`` when the lock is given back so many times."""
     state = Cut()
     turns = CoreTurns(state, patience_s=10 * LIMIT_S)
     turns.come_by()
     update = UpdateThread(turns)
     assert state.waiting.wait(LIMIT_S)
-    state.left = 1
+    state.left = left
     with pytest.raises(KeyboardInterrupt):
         turns.come_by()
+    return turns, update
+
+
+def test_ctrl_c_before_a_call_is_taken_up_leaves_it_waiting() -> None:
+    turns, update = cut_when_a_call_waits(left=1)
     turns.come_by()
     update.join()
     assert update.ran_in == [threading.current_thread()]
@@ -181,14 +187,7 @@ def test_ctrl_c_before_a_call_is_taken_up_leaves_it_waiting() -> None:
 
 
 def test_ctrl_c_before_a_call_that_is_taken_up_begins_reaches_both_threads() -> None:
-    state = Cut()
-    turns = CoreTurns(state, patience_s=10 * LIMIT_S)
-    turns.come_by()
-    update = UpdateThread(turns)
-    assert state.waiting.wait(LIMIT_S)
-    state.left = 2
-    with pytest.raises(KeyboardInterrupt):
-        turns.come_by()
+    _, update = cut_when_a_call_waits(left=2)
     update.join()
     assert update.ran_in == []
     assert isinstance(update.error, KeyboardInterrupt)

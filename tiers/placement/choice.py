@@ -173,9 +173,7 @@ class _Search:
 
 def _memory_of(home: Home, otherwise: Tier) -> Tier:
     """Where a state is in memory, or may be where it is not."""
-    if home.state is not Tier.NVME:
-        return home.state
-    return home.kept_on if home.kept else otherwise
+    return otherwise if home.front_tier is Tier.NVME else home.front_tier
 
 
 def _starts(question: PlacementQuestion) -> Iterator[Order]:

@@ -117,6 +117,11 @@ class Home:
                 f"a state is divided between memory and nvme only, where its parameters are in memory"
             )
 
+    @property
+    def front_tier(self) -> Tier:
+        """Where the front of the state lies: all of it, unless it is divided."""
+        return self.kept_on if self.kept else self.state
+
     def state_numel(self, segment: SegmentSize, tier: Tier) -> int:
         """Elements of this rank's shard whose optimizer state lies on a tier."""
         if self.state is tier:

@@ -14,6 +14,7 @@ from lamina.zero.groups.segment import Segment
 from lamina.zero.ranks.collectives import Ranks
 
 from .away import whole
+from .move_rules import home_of
 from .start_progress import StartProgress
 
 PAGE = 4096
@@ -127,7 +128,7 @@ class InitialState:
 
     def _keep_state(self, segment: Segment) -> None:
         numel, begin = segment.kept or segment.layout.shard_numel, segment.layout.shard_range(segment.rank)[0]
-        arena = self._arenas[segment.kept_on if segment.kept else segment.state_tier]
+        arena = self._arenas[home_of(segment).front_tier]
         for spec in segment.planes:
             if spec.plane is Plane.PARAM and not self._needs_host_copy(segment):
                 continue

@@ -139,9 +139,8 @@ class Migration:
                 self._copy_parameters(arrival.segment, arrival.source, arrival.tier)
             else:
                 self._take_parameters(arrival.segment, arrival.tier)
-        with contextlib.suppress(
-            SpaceError
-        ):  # then what has left is carried over for nothing, which is slower, not wrong
+        # Without room what has left is carried over for nothing, which is slower, not wrong.
+        with contextlib.suppress(SpaceError):
             self._leave_out()
         runtime.residence.placement = plan.target
         runtime.homes_changed()

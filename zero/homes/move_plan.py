@@ -50,7 +50,7 @@ class MovePlan:
         """Blocks that are free before anything comes."""
         for segment in self.leaving:
             for block in segment.state.values():
-                yield segment.kept_on if segment.kept else segment.state_tier, block
+                yield home_of(segment).front_tier, block
         for segment in self.let_go:
             if segment.home is not None:
                 yield segment.param_tier, segment.home
@@ -70,7 +70,7 @@ class MovePlan:
             )
         for segment in self._segments:
             home = self.home(segment)
-            tier = home.kept_on if home.kept else home.state
+            tier = home.front_tier
             if segment.trainable and tier is not Tier.NVME and (not segment.state or segment in self.leaving):
                 numel = home.kept or segment.layout.shard_numel
                 sizes = [numel * spec.itemsize for spec in segment.planes if spec.plane is not Plane.PARAM]
