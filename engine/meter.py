@@ -4,7 +4,6 @@ import os
 import time
 from dataclasses import dataclass
 
-from lamina.aio_native import IOStats
 from lamina.tiers import Measured, Tier
 from lamina.tiers.links.bandwidth import DISK
 from lamina.tiers.schedule.spans import STEP
@@ -48,7 +47,7 @@ class StepMeter:
         self._runtime = runtime
         links = runtime.decision.links
         self._disks = tuple(zip(links.disks, links.disk_shares, strict=True))
-        self._io_before = self._io()
+        self._io_before = self._runtime.io_stats()
         self.steering = Steering(runtime=runtime)
 
     def forward_took(self, began: float) -> None:
@@ -63,12 +62,9 @@ class StepMeter:
         self.clock.backward_s += now - began
         self._runtime.spans.add("compute", "backward", began, now)
 
-    def _io(self) -> IOStats | None:
-        return self._runtime.io.stats() if self._runtime.io is not None else None
-
     def _take_disk_work(self) -> Measured:
         """What the disks did since this was last asked."""
-        before, now = self._io_before, self._io()
+        before, now = self._io_before, self._runtime.io_stats()
         self._io_before = now
         if before is None or now is None:
             return Measured(link=DISK, read_bytes=0, written_bytes=0, busy_s=0.0)

@@ -41,7 +41,7 @@ class Steering:
     def __post_init__(self) -> None:
         choice = self.runtime.decision.choice
         self.replanner = Replanner(choice=choice) if choice is not None else None
-        self._io_before = self._io()
+        self._io_before = self.runtime.io_stats()
         store = self.runtime.store
         self._balance = StripeBalance(devices=store.devices) if store is not None else None
         self._work: deque[StepWork] = deque(maxlen=MEMORY)
@@ -50,7 +50,7 @@ class Steering:
 
     def after_step(self, work: StepWork) -> None:
         """Take one step's figures, between it and the next."""
-        before, self._io_before = self._io_before, self._io()
+        before, self._io_before = self._io_before, self.runtime.io_stats()
         if self.runtime.migration.under_way:
             return  # its transfers are not those of a usual step
         measured = self._measured(before, self._io_before)
@@ -162,9 +162,6 @@ class Steering:
             adam_elements_per_s=rate,
             commit_s=commit,
         )
-
-    def _io(self) -> IOStats | None:
-        return self.runtime.io.stats() if self.runtime.io is not None else None
 
 
 def slowest(ranks: Ranks, measured: Measured | None, work: StepWork) -> tuple[Measured, StepWork] | None:

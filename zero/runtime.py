@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from lamina.aio_native import AsyncIO
+from lamina.aio_native import AsyncIO, IOStats
 from lamina.tiers import Executor, Placement, Spans
 from lamina.tiers.schedule.lookahead import Pace
 
@@ -226,6 +226,10 @@ class ZeroRuntime:
     def io(self) -> AsyncIO | None:
         """This rank's way to its files; None where it has none."""
         return self.residence.io
+
+    def io_stats(self) -> IOStats | None:
+        """What it has done so far; None where there is none."""
+        return self.io.stats() if self.io is not None else None
 
     @property
     def early_segments(self) -> list[Segment]:

@@ -1,6 +1,5 @@
 """The machine that `lamina plan` plans for: a preset, a JSON file, or this one with measured rates."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 from lamina.bench.nvme.gather import GatherError
 from lamina.bench.planner.peers import MOST, peer_rate
 from lamina.engine.planner import Machine, PlanError, machine_from_mapping, machine_preset, this_machine
+from lamina.engine.planner.model_input import read_object
 from lamina.engine.planner.quantity import format_bytes
 from lamina.engine.planner.state_bytes import DType
 from lamina.tiers.links.profile_file import load_profile
@@ -42,7 +42,7 @@ def find_machine(
         if ranks > 1 and "peer_bandwidth" not in (changes or {}):
             machine = _with_peer_rate(machine, ranks, dtype)
     elif Path(name).is_file():
-        machine = machine_from_mapping(_object(Path(name)), source=name)
+        machine = machine_from_mapping(read_object(Path(name)), source=name)
     else:
         machine = machine_preset(name)
     return machine.with_changes(changes or {})
@@ -74,13 +74,3 @@ def _profile_rates(nvme_path: str | None, profile: Path | None, changes: Mapping
     if profile is None and {"nvme_read_bandwidth", "nvme_write_bandwidth"} <= set(changes):
         return {}
     return dict(load_profile([nvme_path], file=profile).planner_rates())
-
-
-def _object(path: Path) -> dict[str, Any]:
-    try:
-        values = json.loads(path.read_text())
-    except (ValueError, RecursionError) as error:
-        raise PlanError(f"{path}: is no JSON ({error})") from error
-    if not isinstance(values, dict):
-        raise PlanError(f"{path}: is no JSON object")
-    return values

@@ -102,11 +102,12 @@ def _from_file(path: Path) -> ModelShape:
 
 
 def _from_config(path: Path) -> ModelShape:
-    values = _config(path)
+    values = read_object(path)
     return shape_of_family(values, name=_name(values, path), source=str(path))
 
 
-def _config(path: Path) -> dict[str, Any]:
+def read_object(path: Path) -> dict[str, Any]:
+    """A JSON object from a file. Raises PlanError when it is none or cannot be read."""
     try:
         values = json.loads(path.read_text())
     except (ValueError, OSError, RecursionError) as error:
@@ -124,5 +125,5 @@ def _beside(path: Path) -> ModelShape | None:
     """What a config beside the tensors says of heads and widths; None where there is none, or it does not."""
     if not path.is_file():
         return None
-    values = _config(path)
+    values = read_object(path)
     return usual_shape(values, name=_name(values, path), source=str(path))

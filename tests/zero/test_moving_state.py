@@ -79,6 +79,14 @@ def masters(engine: TrainingEngine) -> list[torch.Tensor]:
     return [plane for plane in planes if plane is not None]
 
 
+def assert_goes_on(engine: TrainingEngine, saved: str, losses: list[float], ends: list[torch.Tensor]) -> None:
+    """From a checkpoint, with these losses to these masters."""
+    engine.load_checkpoint(saved)
+    first = engine.global_steps
+    assert train(engine, first, first + len(losses)) == losses
+    assert all(torch.equal(left, right) for left, right in zip(masters(engine), ends, strict=True))
+
+
 def start_on_nvme(path: Path, **settings: Any) -> TrainingEngine:
     """Budgets that leave most of the optimizer state on NVMe."""
     tiers = {
@@ -159,15 +167,12 @@ def test_a_checkpoint_of_any_moment_of_a_move_loads_bit_for_bit(tmp_path: Path, 
         train(engine, 0, 2)
         engine.runtime.migration.begin(swap(engine))
         train(engine, 2, 2 + steps_after)
-        engine.save_checkpoint(str(tmp_path / "saved"))
+        saved = str(tmp_path / "saved")
+        engine.save_checkpoint(saved)
         train(engine, 2 + steps_after, 5)
-        engine.load_checkpoint(str(tmp_path / "saved"))
-        found = train(engine, 2 + steps_after, 8)
-        assert found == losses[2 + steps_after :]
-        assert all(torch.equal(left, right) for left, right in zip(masters(engine), ends, strict=True))
+        assert_goes_on(engine, saved, losses[2 + steps_after :], ends)
     with start_on_nvme(tmp_path / "another") as engine:
-        engine.load_checkpoint(str(tmp_path / "saved"))
-        assert train(engine, 2 + steps_after, 8) == losses[2 + steps_after :]
+        assert_goes_on(engine, saved, losses[2 + steps_after :], ends)
 
 
 def test_parameters_alone_move_to_where_their_state_is_and_back(tmp_path: Path) -> None:
@@ -301,15 +306,12 @@ def test_a_checkpoint_of_any_moment_of_a_division_loads_bit_for_bit(tmp_path: Pa
         train(engine, 0, 2)
         move(engine, {0: part(64), 1: (NVME, NVME)})
         train(engine, 2, 2 + steps_after)
-        engine.save_checkpoint(str(tmp_path / "saved"))
+        saved = str(tmp_path / "saved")
+        engine.save_checkpoint(saved)
         train(engine, 2 + steps_after, 5)
-        engine.load_checkpoint(str(tmp_path / "saved"))
-        found = train(engine, 2 + steps_after, 10)
-        assert found == losses[2 + steps_after :]
-        assert all(torch.equal(left, right) for left, right in zip(masters(engine), ends, strict=True))
+        assert_goes_on(engine, saved, losses[2 + steps_after :], ends)
     with start_on_nvme(tmp_path / "another") as engine:
-        engine.load_checkpoint(str(tmp_path / "saved"))
-        assert train(engine, 2 + steps_after, 10) == losses[2 + steps_after :]
+        assert_goes_on(engine, saved, losses[2 + steps_after :], ends)
 
 
 def test_a_division_that_fails_is_put_off_and_one_that_has_no_room_given_up(tmp_path: Path) -> None:
