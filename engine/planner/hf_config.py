@@ -89,9 +89,9 @@ class _Fields:
             "layers=…,hidden=…,heads=…"
         )
 
-    def get(self, name: str, default: int) -> int:
-        """A whole number, or the default when the field is absent or null."""
-        return default if self._values.get(name) is None else self._whole(name)
+    def get(self, name: str, default: int, *, least: int = 1) -> int:
+        """A whole number of at least ``least``, or the default when the field is absent or null."""
+        return default if self._values.get(name) is None else self._whole(name, least)
 
     def flag(self, name: str, default: bool) -> bool:
         """A truth value, or the default when the field is absent or null."""
@@ -106,10 +106,10 @@ class _Fields:
         """A string, empty when absent."""
         return str(self._values.get(name) or "")
 
-    def _whole(self, name: str) -> int:
+    def _whole(self, name: str, least: int = 1) -> int:
         value = self._values[name]
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise PlanError(f"{self._source}: {name} is {value!r}; want a whole number")
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise PlanError(f"{self._source}: {name} is {value!r}; want a whole number of at least {least}")
         return value
 
 
@@ -228,7 +228,7 @@ def _bert(fields: _Fields, name: str) -> ModelShape:
         vocab=fields.need("vocab_size"),
         positions=fields.need("max_position_embeddings"),
         final_norm=False,
-        root_extra=fields.get("type_vocab_size", 2) * hidden + 2 * hidden,
+        root_extra=fields.get("type_vocab_size", 2, least=0) * hidden + 2 * hidden,
         head_extra=hidden * hidden + hidden,
         notes=("counted with a pooler and without a task head",),
     )
@@ -275,16 +275,16 @@ def _deepseek(fields: _Fields, name: str) -> ModelShape:
     """Latent attention (queries, keys and values by way of narrow matrices); dense blocks, then blocks with experts."""
     layers, hidden, heads = (fields.need(key) for key in ("num_hidden_layers", "hidden_size", "num_attention_heads"))
     plain, rotary, value = fields.need("qk_nope_head_dim"), fields.need("qk_rope_head_dim"), fields.need("v_head_dim")
-    narrow_q, narrow_kv = fields.get("q_lora_rank", 0), fields.need("kv_lora_rank")
+    narrow_q, narrow_kv = fields.get("q_lora_rank", 0, least=0), fields.need("kv_lora_rank")
     query = heads * (plain + rotary)
     attention = narrow_q * (hidden + 1 + query) if narrow_q else hidden * query
     attention += hidden * (narrow_kv + rotary) + narrow_kv * (1 + heads * (plain + value)) + heads * value * hidden
     experts, active, shared = (
         fields.need("n_routed_experts"),
         fields.need("num_experts_per_tok"),
-        fields.get("n_shared_experts", 0),
+        fields.get("n_shared_experts", 0, least=0),
     )
-    dense = min(fields.get("first_k_dense_replace", 0), layers)
+    dense = min(fields.get("first_k_dense_replace", 0, least=0), layers)
     expert = 3 * hidden * fields.need("moe_intermediate_size")
     block = attention + 2 * hidden
     wide = block + (experts + shared) * expert + experts * hidden
@@ -317,7 +317,7 @@ def _decoder(fields: _Fields, name: str, family: _Family) -> ModelShape:
     layers, hidden = fields.need("num_hidden_layers", "n_layer"), fields.need("hidden_size", "n_embd")
     heads, vocab = fields.need("num_attention_heads", "n_head"), fields.need("vocab_size")
     named = ("num_local_experts", "num_experts", "n_routed_experts")
-    experts = fields.need(*named) if family.experts else max(fields.get(field, 0) for field in named)
+    experts = fields.need(*named) if family.experts else max(fields.get(field, 0, least=0) for field in named)
     ffn = fields.need(family.experts) if family.experts else fields.get("moe_intermediate_size", 0) if experts else 0
     bias = bool(family.bias) and fields.flag(family.bias, True)
     return ModelShape(

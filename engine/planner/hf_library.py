@@ -60,11 +60,14 @@ def _from_library(config: Mapping[str, Any], kind: str, *, name: str, source: st
 
 
 def _class(transformers: Any, config: Mapping[str, Any], made: Any) -> Any:
-    """The class that the config names; else the one with a language model's head, or the bare model."""
+    """The class that the config names; else the one with a language model's head, or the bare model. Of an encoder with a decoder
+    always the bare model: what has a causal head there is the decoder alone."""
     named = getattr(transformers, _class_name(config), None)
     if isinstance(named, type) and issubclass(named, transformers.PreTrainedModel):
         return named
-    for auto in ("MODEL_FOR_CAUSAL_LM_MAPPING", "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING", "MODEL_MAPPING"):
+    both = ("MODEL_MAPPING", "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING")
+    two_sided = getattr(made, "is_encoder_decoder", False)
+    for auto in both if two_sided else ("MODEL_FOR_CAUSAL_LM_MAPPING", *reversed(both)):
         mapping = getattr(transformers, auto)
         if type(made) in mapping:
             found = mapping[type(made)]

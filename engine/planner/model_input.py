@@ -28,6 +28,8 @@ _NUMBERS = (
     "experts_active",
     "trainable",
 )
+_USUAL = ("kv_heads", "head_dim", "ffn")
+"""Numbers that a shape has a usual value for."""
 _FLAGS = ("gated", "bias", "tied", "norm_bias", "qk_norm", "final_norm")
 
 
@@ -59,6 +61,8 @@ def model_from_numbers(values: Mapping[str, Any]) -> ModelShape:
     for key, value in values.items():
         if key in _NUMBERS:
             result[key] = int(parse_number(value, what=f"model: {key}"))
+            if key in _USUAL and result[key] == 0:
+                raise PlanError(f"model: {key} is 0; it must be at least 1, or leave it out for the usual one")
         elif key in _FLAGS:
             if str(value).lower() not in ("true", "false", "1", "0"):
                 raise PlanError(f"model: {key}: {value!r} must be true or false")

@@ -108,6 +108,24 @@ def test_config_with_a_wrong_value_names_the_field(wrong: object) -> None:
         shape_from_config(config, name="m")
 
 
+@pytest.mark.parametrize(
+    ("kind", "field"),
+    [
+        ("llama", "intermediate_size"),
+        ("llama", "num_key_value_heads"),
+        ("llama", "head_dim"),
+        ("gpt2", "n_inner"),
+        ("deepseek_v3", "moe_intermediate_size"),
+    ],
+)
+def test_a_size_of_zero_is_refused_and_not_taken_for_the_usual_one(kind: str, field: str) -> None:
+    with pytest.raises(PlanError, match=f"{field} is 0; want a whole number of at least 1"):
+        shape_from_config({"model_type": kind, **CONFIGS[kind], field: 0}, name="m")
+    for name in ("ffn", "kv_heads", "head_dim"):
+        with pytest.raises(PlanError, match=f"model: {name} is 0; .*leave it out"):
+            read_model(f"layers=2,hidden=32,heads=4,{name}=0")
+
+
 @pytest.mark.parametrize("kind", OTHERS)
 def test_other_families_are_counted_by_their_definition(kind: str, transformers: Any, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, **OTHERS[kind]}))
@@ -116,7 +134,7 @@ def test_other_families_are_counted_by_their_definition(kind: str, transformers:
         shape = read_model(str(tmp_path))
         config = transformers.AutoConfig.for_model(kind, **OTHERS[kind])
         named = {"bert": transformers.BertForMaskedLM, "vit": transformers.ViTModel}
-        named |= {"bart": transformers.BartForCausalLM, "albert": transformers.AlbertModel}
+        named |= {"bart": transformers.BartModel, "albert": transformers.AlbertModel}
         with torch.device("meta"):
             model = named[kind](config) if kind in named else transformers.AutoModelForCausalLM.from_config(config)
     assert shape.total_params == sum(parameter.numel() for parameter in model.parameters())
