@@ -71,9 +71,11 @@ def _question(report: Reporter, answer: Plan) -> None:
         + (f"checkpoints every {load.checkpoint_interval}" if load.checkpoint_interval else "no checkpointing")
     )
     device = "" if machine.shared_memory else f" with {format_bytes(machine.device_bytes)}"
+    reserve = machine.host_reserve_bytes
+    kept = f" ({format_bytes(reserve)} of it left to all else)" if reserve else ""
     report.line(
         f"{machine.name}: {machine.hosts} x {machine.devices_per_host} ranks{device}, "
-        f"{format_bytes(machine.host_bytes)} host memory, {format_bytes(machine.nvme_bytes)} nvme a host"
+        f"{format_bytes(machine.host_bytes)} host memory{kept}, {format_bytes(machine.nvme_bytes)} nvme a host"
         + ("" if machine.nvme_bytes else " (placements on nvme left out: give --nvme-path or nvme=…)")
     )
     for note in (*machine.notes, *model.notes):

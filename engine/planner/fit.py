@@ -19,6 +19,8 @@ class TierUse:
     tier: str
     need: int
     limit: int
+    reserve: int = 0
+    """Bytes of the tier that are left to everything else; ``limit`` is what remains."""
     phase: str
     """Where the peak is."""
     by_kind: dict[Kind, int]
@@ -87,23 +89,30 @@ def fits(case: Case) -> bool:
 
 def _uses(case: Case, held: Footprint) -> Iterator[TierUse]:
     machine, ranks = case.machine, held.ranks_per_host
-    host_limit = max(machine.host_bytes - machine.host_reserve_bytes, 0)
+    host, reserve = machine.host_bytes, machine.host_reserve_bytes
     if machine.shared_memory:
         # A device budget is a limit of its own; the memory of both tiers is the host's.
         if machine.device_bytes:
             yield _arena_use(held, machine.device_bytes)
-        yield _use(HOST, {phase: held.resident((DEVICE, HOST), phase) for phase in Phase}, ranks, host_limit)
+        yield _use(HOST, {phase: held.resident((DEVICE, HOST), phase) for phase in Phase}, ranks, host, reserve)
     else:
         yield _use(DEVICE, {phase: held.of(DEVICE, phase) for phase in Phase}, 1, machine.device_bytes)
-        yield _use(HOST, {phase: held.of(HOST, phase) for phase in Phase}, ranks, host_limit)
+        yield _use(HOST, {phase: held.of(HOST, phase) for phase in Phase}, ranks, host, reserve)
     yield _use(NVME, {phase: held.of(NVME, phase) for phase in Phase}, ranks, machine.nvme_bytes)
 
 
-def _use(tier: str, kinds: Mapping[Phase, Mapping[Kind, int]], ranks: int, limit: int) -> TierUse:
+def _use(tier: str, kinds: Mapping[Phase, Mapping[Kind, int]], ranks: int, whole: int, reserve: int = 0) -> TierUse:
     peaks = {phase: sum(by_kind.values()) for phase, by_kind in kinds.items()}
     phase = max(peaks, key=lambda each: peaks[each])
     by_kind = {kind: nbytes * ranks for kind, nbytes in kinds[phase].items()}
-    return TierUse(tier=tier, need=peaks[phase] * ranks, limit=limit, phase=phase.value, by_kind=by_kind)
+    return TierUse(
+        tier=tier,
+        need=peaks[phase] * ranks,
+        limit=max(whole - reserve, 0),
+        reserve=reserve,
+        phase=phase.value,
+        by_kind=by_kind,
+    )
 
 
 def _arena_use(held: Footprint, limit: int) -> TierUse:

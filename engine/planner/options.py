@@ -186,9 +186,10 @@ def _reason(answer: Plan) -> str:
         if over is None or over.offender is None:
             return "nothing fits"
         kind, nbytes = over.offender
+        kept = f"; host_reserve_bytes leaves {format_bytes(over.reserve)} to all else" if over.reserve else ""
         return (
             f"nothing fits. Nearest is {nearest.label}: {over.tier} needs {format_bytes(over.need)} of "
-            f"{format_bytes(over.limit)} ({over.phase}), most of it {kind} ({format_bytes(nbytes)})"
+            f"{format_bytes(over.limit)} ({over.phase}{kept}), most of it {kind} ({format_bytes(nbytes)})"
         )
     faster = [item for item in answer.options if not item.fits and _order(item) < _order(best)]
     others = [item for item in answer.options if item.fits and item is not best and item.runs is best.runs]

@@ -1,6 +1,7 @@
 """`lamina plan` as users run it: output, files, exit codes."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -58,6 +59,13 @@ def test_nothing_fits_is_exit_code_one_with_causes(capsys: pytest.CaptureFixture
     assert code == 1
     assert data["recommended"] is None
     assert all(option["causes"] for option in data["options"] if option["stage"] == 0)
+
+
+def test_what_a_machine_keeps_back_is_told_where_it_leaves_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "gpt2", "--machine", "rtx4090", "--set", "host=3GB")
+    assert code == 1
+    assert "3 GB host memory (4.29 GB of it left to all else)" in out
+    assert re.search(r"of 0 B \(\w+; host_reserve_bytes leaves 4\.29 GB to all else\)", out)
 
 
 def test_what_if_compares(capsys: pytest.CaptureFixture[str]) -> None:
