@@ -8,13 +8,13 @@ import torch
 from torch import nn
 
 from lamina.zero import ZeroRuntime
+from lamina.zero.soundness import Soundness
 
 from .checkpoint.loading import LoadReport, load_checkpoint
 from .checkpoint.pending import PendingSave
 from .checkpoint.saving import save_checkpoint
 from .export import save_pretrained
 from .pretrained import load_pretrained
-from .soundness import Soundness
 
 if TYPE_CHECKING:
     from .training import TrainingEngine
@@ -104,7 +104,7 @@ class EnginePersistence:
             module_only=load_module_only,
         )
         if found[0] is not None:
-            self.soundness.broken = ""
+            self.soundness.mended()
             self._batches = None
         return found
 

@@ -30,7 +30,6 @@ from .plan_text import TrainingPlan
 from .progress_lines import progress_lines
 from .schedule_step import advance_schedule
 from .shutdown import StopSignals
-from .soundness import Soundness
 from .window import AccumulationWindow
 
 
@@ -75,7 +74,8 @@ class TrainingEngine(EnginePersistence, EngineFace):
         self._batches: Iterator[Any] | None = None
         self._pending_save: PendingSave | None = None
         self._applied = False
-        self.soundness = Soundness(runtime, self._forget_window)
+        self.soundness = runtime.soundness
+        self.soundness.drop_window = self._forget_window
         self._busy = False
         self._before_draw: dict[str, Any] | None = None
         if self.optimizer is not None and config.tiers.keep_state:
@@ -174,7 +174,7 @@ class TrainingEngine(EnginePersistence, EngineFace):
 
         What is written to NVMe may still be under way when it returns, and with it the commit: a kill before the next
         ``backward()``, ``save_checkpoint()`` or ``close()`` resumes from this step or from the one before. If the commit fails,
-        the next call of the engine raises why; see soundness.py.
+        the next call of the engine raises why; see zero/soundness.py.
 
         A gradient that is not finite skips the update (fp16, or bf16.check_grad_overflow): nothing changes but the loss
         scale. Raises LossScaleError at the least scale, RuntimeError for gradients whose loss was not scaled.
@@ -209,7 +209,8 @@ class TrainingEngine(EnginePersistence, EngineFace):
         except LossScaleError:
             self._busy = False
             raise
-        self._tell(rates, scale)
+        with self.soundness.meeting_lost_commit():
+            self._tell(rates, scale)
 
     def _update(self, optimizer: TieredAdam | ClientOptimizer, scale: float) -> None:
         config = self.config
@@ -219,9 +220,9 @@ class TrainingEngine(EnginePersistence, EngineFace):
                 grad_scale=scale,
                 skip_nonfinite=config.fp16.enabled or config.bf16.check_grad_overflow,
             )
-        except BaseException:
+        except BaseException as error:
             self.window.forget()
-            self.soundness.recover("a step")
+            self.soundness.recover("a step", error)
             raise
         with self.soundness.meeting_lost_commit():
             self.runtime.finish_step(applied=not optimizer.outcome.skipped)

@@ -17,6 +17,10 @@ class StoreError(RuntimeError):
     """The generation store cannot do what was asked; the last committed generation is intact unless said
     otherwise."""
 
+    def add_hint(self, hint: str) -> None:
+        """Say what else can be done."""
+        self.args = (f"{self.args[0]}, {hint}",)
+
 
 class LockedError(StoreError):
     """Another job owns the folder."""
@@ -43,11 +47,12 @@ class SpaceError(StoreError):
 class StorageFault(StoreError):
     """A disk failed and no other path could take over; the last committed generation is intact, unless it was being written over.
 
-    errno and path: of the failing transfer.
+    errno and path: of the failing transfer. torn: it was being written over.
     """
 
-    def __init__(self, message: str, *, errno: int | None, path: str) -> None:
+    def __init__(self, message: str, *, errno: int | None, path: str, torn: bool = False) -> None:
         super().__init__(message)
+        self.torn = torn
         self.errno = errno
         self.path = path
 
@@ -55,14 +60,15 @@ class StorageFault(StoreError):
 def fault(error: OSError, what: str, *, torn: bool = False) -> StorageFault:
     """The error for a disk that failed with nothing to take over. ``torn``: the last committed generation was being written over
     (generations: 1)."""
-    mend = "free space or give another path in tiers.nvme, and"
-    left = f"The last committed generation is intact: {mend} go on from it"
+    mend = "free space or give another path in tiers.nvme"
+    left = f"The last committed generation is intact: {mend}"
     if torn:
-        left = f"The only generation (generations: 1) was being written over and is lost: {mend} load a checkpoint"
+        left = f"The only generation (generations: 1) was being written over and is lost: {mend}, and load a checkpoint"
     return StorageFault(
         f"{what} failed: {error}. {left}",
         errno=error.errno,
         path=str(getattr(error, "path", None) or error.filename or ""),
+        torn=torn,
     )
 
 
@@ -93,7 +99,3 @@ class IntegrityError(StoreError):
         self.found = found
         self.shard = shard
         self.plane = plane
-
-    def add_hint(self, hint: str) -> None:
-        """Say what else can be done."""
-        self.args = (f"{self.args[0]}, {hint}",)

@@ -141,9 +141,12 @@ def _read_plane(place: Place, plane: Plane) -> torch.Tensor:
     """A copy of a stored plane of the whole parameter."""
     first, last = _shard_range(place)
     runtime = place.runtime
+    runtime.soundness.refuse_mixture(f"reading {place.slot.name}")
     # An early update has put the coming step's values where memory holds a copy of what the store has.
     ahead = runtime.optimizer is not None and runtime.optimizer.started_early(place.segment)
-    return _whole(place, read_elements(place.segment, plane, first, last, runtime.store, committed=ahead))
+    with runtime.soundness.meeting_lost_commit():
+        piece = read_elements(place.segment, plane, first, last, runtime.store, committed=ahead)
+    return _whole(place, piece)
 
 
 def _shard_range(place: Place) -> tuple[int, int]:
@@ -235,8 +238,7 @@ def _apply(edits: Sequence[Edit]) -> None:
 
 
 def _apply_to(runtime: "ZeroRuntime", edits: Sequence[Edit]) -> None:
-    if runtime.store is not None:
-        runtime.store.settle()  # before anything is changed: what went wrong with the last step's commit is told here
+    runtime.soundness.refuse("writing state", uncommitted=True)  # before anything is changed
     stored: list[tuple[Place, Plane, torch.Tensor]] = []
     changed = [edit.place.segment for edit in edits if edit.plane in (Plane.PARAM, Plane.MASTER)]
     if fetched := {segment.group for segment in changed if not segment.in_place}:

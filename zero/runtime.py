@@ -34,6 +34,7 @@ from .passes.inputs_home import home_of_inputs
 from .passes.recompute import Recomputer
 from .passes.recomputed_blocks import RecomputedBlocks, has_running_statistics
 from .ranks.collectives import Ranks
+from .soundness import Soundness
 from .step.ahead import AheadOfStep
 from .step.client_optimizer import ClientOptimizer
 from .step.early_updates import EarlyUpdates
@@ -102,6 +103,7 @@ class ZeroRuntime:
         self._closing.callback(self.ahead.remove)
         self._watch_early()
         self._recompute_blocks()
+        self.soundness = Soundness(self)
         claim(self)
         self._closing.callback(disclaim, self)
 

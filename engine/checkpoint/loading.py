@@ -105,8 +105,8 @@ def load_checkpoint(
         )
     except (KeyError, ValueError):
         raise  # found before anything was changed
-    except BaseException:
-        engine.soundness.recover("a load", frozen_too=True)
+    except BaseException as error:
+        engine.soundness.recover("a load", error, frozen_too=True)
         raise
     _load_buffers(engine.module, buffers)
     if not module_only:

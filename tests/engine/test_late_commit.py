@@ -12,7 +12,7 @@ from small_model import batch, build, on_nvme, settings, train_steps
 from train_until_killed import hold_commit
 
 from lamina.engine import TrainingEngine, initialize
-from lamina.tiers.errors import StorageFault
+from lamina.tiers.errors import StorageFault, fault
 from lamina.zero import GatheredParameters, get_full, set_full
 
 SMALL = {"width": 16, "hidden": 32, "blocks": 3}
@@ -109,6 +109,67 @@ def test_a_failure_is_told_by_the_next_call_and_the_step_before_counts(
     with start(tmp_path / "full", clip=clip, resume=True) as engine:
         assert engine.global_steps == 4
         assert train_steps(engine, 4, 5) == wanted[4:]
+
+
+def test_an_edit_that_meets_a_failure_tells_it_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise FULL
+
+    with start(tmp_path) as engine:
+        train_steps(engine, 0, 1)
+        parameter, store = next(iter(engine.module.parameters())), engine.runtime.store
+        values = get_full(parameter, "param")
+        assert store is not None
+        assert values is not None
+        store.settle()
+        with monkeypatch.context() as patched:
+            patched.setattr(store, "publish", refuse)
+            train_steps(engine, 1, 2)
+            with pytest.raises(StorageFault, match="No space left"):
+                set_full(parameter, "param", values)
+        for use in (
+            lambda: set_full(parameter, "param", values),
+            lambda: get_full(parameter, "param"),
+            lambda: GatheredParameters(engine.module).__enter__(),
+            lambda: engine(*batch(2)),
+        ):
+            with pytest.raises(RuntimeError, match=r"could not be committed.*No space left.*load a checkpoint"):
+                use()
+
+
+INTACT = r"last committed generation is intact: free space or give another path in tiers\.nvme, and "
+
+
+@pytest.mark.parametrize(
+    ("placed", "kept", "late", "early"),
+    [
+        ({}, True, "load a checkpoint to go on, or start again and resume", "go on from there: nothing has happened"),
+        ({}, False, r"load a checkpoint to go on, since no later process finds it", "go on from there"),
+        (
+            {"param": "nvme", "optimizer": "cpu"},
+            False,
+            r"load a checkpoint to go on, since it does not hold the state of \S+, which is in memory only",
+            r"load a checkpoint to go on, since the state of \S+, which is in memory only, may be half changed",
+        ),
+    ],
+    ids=["kept", "not kept", "state in memory"],
+)
+def test_a_failure_tells_what_is_left_of_the_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, placed: dict[str, str], kept: bool, late: str, early: str
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise fault(OSError(errno.ENOSPC, "No space left on device", "/x"), "writing")
+
+    for call, told in (("publish", late), ("begin", early)):
+        config = settings(gradient_clipping=1.0, **on_nvme(tmp_path / call, keep_state=kept, **placed))
+        with initialize(build(**SMALL), config=config)[0] as engine, monkeypatch.context() as patched:
+            train_steps(engine, 0, 1)
+            store = engine.runtime.store
+            assert store is not None
+            store.settle()
+            patched.setattr(store, call, refuse)
+            with pytest.raises(StorageFault, match=f"{INTACT}{told}"):
+                train_steps(engine, 1, 3)
 
 
 def test_it_may_fail_under_the_next_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
