@@ -187,22 +187,23 @@ def shard_from_json(data: dict[str, object]) -> ShardSpec:
     return ShardSpec(name=name, numel=numel, planes=specs, frozen=frozen)
 
 
+WAYS_ON = (
+    "The state is kept: go on with the model and the budgets (tiers.device_bytes, tiers.host_bytes) that it was written "
+    "under, or load a checkpoint of it, which any budgets take, under another tiers.job; remove the folder only if its state "
+    "is no longer needed"
+)
+
+
 def require_same_shards(wanted: Sequence[ShardSpec], found: Sequence[ShardSpec], where: str) -> None:
     """Raise LayoutError naming the first difference."""
     for index, (want, have) in enumerate(zip(wanted, found, strict=False)):
         if want != have:
             raise LayoutError(
-                f"{where} holds other shards than asked for: shard {index} is {_describe(have)} there, "
-                "wanted "
-                f"{_describe(want)}. Use another job name, or remove the folder if its state is no longer "
-                "needed"
+                f"{where} holds other shards than asked for: shard {index} is {_describe(have)} there, wanted "
+                f"{_describe(want)}. {WAYS_ON}"
             )
     if len(wanted) != len(found):
-        raise LayoutError(
-            f"{where} holds {len(found)} shards, wanted {len(wanted)}. Use another job name, or remove the "
-            "folder "
-            "if its state is no longer needed"
-        )
+        raise LayoutError(f"{where} holds {len(found)} shards, wanted {len(wanted)}. {WAYS_ON}")
 
 
 def _describe(shard: ShardSpec) -> str:
