@@ -5,6 +5,10 @@ child is given to its parent. At the first the parameters of other modules are p
 the child's. It may be too early: what later code does with them (initialisation, ties, copies of pretrained values) finds
 them whole all the same, as a function that is given one brings it back, and a few stay until others are needed. The hooks
 and the mode end with the block.
+
+[Note: shared on one rank] What shares its memory with another tensor is not put away. Whether it does may be a matter of
+time: gloo's threads keep what they have summed a little longer than the sum takes. Putting away is collective, so the ranks
+agree: what is shared on one of them stays on all.
 """
 
 import json
@@ -52,7 +56,8 @@ class Init(TorchFunctionMode):
         self.folder = os.fspath(nvme_path) if nvme_path is not None else _first_nvme_path(config)
         self._open_bytes = open_bytes
         self._open: OrderedDict[int, weakref.ref[nn.Parameter]] = OrderedDict()
-        self._fresh: list[tuple[int, weakref.ref[nn.Parameter]]] = []  # module and parameter, not yet put away
+        # Modules and their parameters, not yet put away.
+        self._fresh: list[tuple[weakref.ref[nn.Module], weakref.ref[nn.Parameter]]] = []
         self._handles: list[RemovableHandle] = []
         self._inside = False
         self._ranks = Ranks()
@@ -138,15 +143,19 @@ class Init(TorchFunctionMode):
             other = ref()
             if other is None or is_away(other):
                 continue
-            if owner == id(module) or not only_user(other) or not _can_leave(other):
+            if owner() is module or not _can_leave(other) or self._is_shared(other):
                 still.append((owner, ref))
             else:
                 self._put_away_all(iter((other,)))
-        self._fresh = [*still, (id(module), weakref.ref(parameter))]
+        self._fresh = [*still, (weakref.ref(module), weakref.ref(parameter))]
 
     def _child_finished(self, _module: nn.Module, _name: str, child: nn.Module | None) -> None:
         if child is not None:
             self._put_away_all(child.parameters())
+
+    def _is_shared(self, parameter: nn.Parameter) -> bool:
+        """Whether another tensor lies over its memory on any rank. Collective; see [Note: shared on one rank]."""
+        return self._ranks.union([not only_user(parameter)], "agreeing on what leaves memory under Init")[0]
 
     def _put_away_all(self, parameters: Iterator[nn.Parameter]) -> None:
         for parameter in parameters:
@@ -210,7 +219,7 @@ class Init(TorchFunctionMode):
             parameter = self._open[key]()
             if parameter is None:
                 del self._open[key]
-            elif only_user(parameter):
+            elif not self._is_shared(parameter):
                 total -= parameter.numel() * parameter.itemsize
                 del self._open[key]
                 self._put_away(parameter)

@@ -12,13 +12,29 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "zero_models"))
 from both_ways import DECAY, LR, built, call, memory, nvme
-from odd_models import MODELS, tokens
+from odd_models import MODELS, WIDTH, Stack, tokens
 
 from lamina.engine import initialize
 from lamina.zero import Init, get_full
 
 STEPS = 3
 Build = Callable[[], nn.Module]
+
+
+class Held(Stack):
+    """While later modules are built, rank 1 alone has another tensor over a weight's memory, as gloo's threads may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        held = [self.head.weight.detach()]  # under Init: brings it back
+        if dist.get_rank() != 1:
+            held.clear()
+        self.middle = nn.Linear(WIDTH, WIDTH)
+        self.embed.requires_grad_(True)  # brings another one of that shape back
+        self.last = nn.Linear(WIDTH, WIDTH)
+
+    def run(self, index: int, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.middle(super().run(index, x)))
 
 
 def inputs(step: int, rank: int) -> tuple[int, torch.Tensor]:
@@ -94,7 +110,7 @@ def main(folder: str, names: list[str]) -> None:
     dist.init_process_group("gloo")
     results: list[dict[str, Any]] = []
     for name in names:
-        build = MODELS[name]
+        build = (MODELS | {"Held": Held})[name]
         runs: dict[str, Callable[[Build], dict[str, torch.Tensor]]] = {
             "stage 0": lambda build: train(build, memory(zero_optimization={"stage": 0})),
             "stage 2": lambda build: train(build, memory(zero_optimization={"stage": 2})),

@@ -15,7 +15,7 @@ MORE = "Repeated,SkipsMiddle,SkipsLast,Reversing,Branching,Adapted,ReadsOutside,
 @pytest.mark.parametrize(
     ("world_size", "models"),
     [
-        (2, "Scalars,TiedBlocks"),
+        (2, "Scalars,TiedBlocks,Held"),
         pytest.param(2, MORE, marks=pytest.mark.slow),
         pytest.param(3, f"Scalars,{MORE}", marks=pytest.mark.slow),
     ],
