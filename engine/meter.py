@@ -23,6 +23,11 @@ class Clock:
     """Processor time of this process, all threads, when it began."""
     forward_s: float = 0.0
     backward_s: float = 0.0
+    forward_computed_s: float = 0.0
+    """Of those, without waiting."""
+    backward_computed_s: float = 0.0
+    waited_s: float = 0.0
+    """When the last pass ended; see ``StepMeter._waited``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,13 +59,22 @@ class StepMeter:
         """A forward pass that began then has just ended."""
         now = time.perf_counter()
         self.clock.forward_s += now - began
+        self.clock.forward_computed_s += max(0.0, now - began - self._waited())
         self._runtime.spans.add("compute", "forward", began, now)
 
     def backward_took(self, began: float) -> None:
         """A backward pass that began then has just ended."""
         now = time.perf_counter()
         self.clock.backward_s += now - began
+        self.clock.backward_computed_s += max(0.0, now - began - self._waited())
         self._runtime.spans.add("compute", "backward", began, now)
+
+    def _waited(self) -> float:
+        """What the training thread waited for transfers, for memory and for updates' kernels since this was last asked."""
+        runtime = self._runtime
+        stalled = runtime.executor.counters.stalled_s + runtime.updater.counters.room_stall_s if runtime.store else 0.0
+        before, self.clock.waited_s = self.clock.waited_s, stalled + runtime.updater.turns.taken_s
+        return self.clock.waited_s - before
 
     def _take_disk_work(self) -> Measured:
         """What the disks did since this was last asked."""
@@ -75,16 +89,16 @@ class StepMeter:
         runtime = self._runtime
         processor_s = time.process_time()  # before the clock: no core has computed for longer than the step took
         now = time.perf_counter()
-        clock, self.clock = self.clock, Clock(began=now, processor_s=time.process_time())
+        clock = self.clock
+        self.clock = Clock(began=now, processor_s=time.process_time(), waited_s=runtime.updater.turns.taken_s)
         step_s = now - clock.began
         runtime.spans.add(STEP, f"{STEP} {facts.step}", clock.began, now)
         disk = self._take_disk_work()
         fetches, update = runtime.executor.take_counters(), runtime.updater.take_counters()
-        turns_s = runtime.updater.turns.take_seconds()
         fetched = fetches.fetched_bytes
         stalled = {"nvme->host": fetches.stalled_s, ROOM: update.room_stall_s} if runtime.store else {}
         costs = StepCosts(
-            compute_s=max(0.0, clock.forward_s + clock.backward_s - sum(stalled.values()) - turns_s),
+            compute_s=clock.forward_computed_s + clock.backward_computed_s,
             adam_s=update.adam_s,
             forward_backward_io_s=self._io_seconds(fetched, 0),
             update_io_s=self._io_seconds(max(0, disk.read_bytes - fetched), disk.written_bytes),
@@ -125,11 +139,10 @@ class StepMeter:
         )
 
     def _steer(self, clock: Clock, costs: StepCosts, parameters: int, facts: StepFacts) -> None:
-        forward = clock.forward_s / ((clock.forward_s + clock.backward_s) or 1.0)
         self.steering.after_step(
             StepWork(
-                forward_s=costs.compute_s * forward,
-                backward_s=costs.compute_s * (1 - forward),
+                forward_s=clock.forward_computed_s,
+                backward_s=clock.backward_computed_s,
                 adam_s=costs.adam_s,
                 commit_s=facts.commit_s,
                 parameters=parameters,

@@ -9,7 +9,7 @@ from residual_model import batch, residual_model
 
 from lamina.aio_native import DeviceStats, DirectionStats, IOStats
 from lamina.engine import TrainingEngine, initialize
-from lamina.engine.steering import Steering, disk_work
+from lamina.engine.steering import Steering, StepWork, disk_work
 from lamina.tiers import BandwidthModel, Choice, ComputeTimes, Curve, Link, PlacementQuestion
 from lamina.tiers.links.bandwidth import DISK
 
@@ -82,6 +82,23 @@ def test_much_compute_moves_memory_from_parameters_to_optimizer_states(
 
     assert states_in_memory(after) > states_in_memory(before)
     assert after["tiers"]["host"]["bytes"] <= 1500 * KIB
+
+
+def test_each_pass_has_its_own_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where only the backward pass waits, the forward pass has computed all the time."""
+    work: list[StepWork] = []
+    monkeypatch.setattr(Steering, "after_step", lambda _, step_work: work.append(step_work))
+    with start(tmp_path) as engine:
+        for step in range(2):
+            loss = engine(batch(step, WIDTH))
+            engine.runtime.updater.counters.room_stall_s += 1000.0
+            engine.backward(loss)
+            engine.step()
+            metrics = engine.metrics()
+            waited = metrics.stalled_s["nvme->host"]
+            assert metrics.forward_s - waited <= work[-1].forward_s <= metrics.forward_s
+            assert work[-1].backward_s == 0.0
+            assert metrics.costs.compute_s == work[-1].forward_s
 
 
 def stats(*devices: tuple[int, int, float]) -> IOStats:

@@ -45,7 +45,8 @@ class CoreTurns:
         self._patience_s = patience_s
         self._near = False  # the training thread is expected to take a call up soon
         self._waiting: _Call | None = None
-        self._taken_s = 0.0
+        self.taken_s = 0.0
+        """Seconds that calls have taken of passes."""
 
     def run(self, work: Callable[[], None]) -> tuple[float, float]:
         """Run a kernel call, in the training thread where that comes by; when it began and ended. Raises what it raises."""
@@ -71,7 +72,7 @@ class CoreTurns:
             self._near = True
             call = self._waiting
         if call is not None and self._take(call):
-            self._taken_s += call.ended - call.began
+            self.taken_s += call.ended - call.began
 
     def leave(self) -> None:
         """The pass is over."""
@@ -90,11 +91,6 @@ class CoreTurns:
                     self._near = False
                     return
             self._take(call)
-
-    def take_seconds(self) -> float:
-        """Seconds that calls took of passes since this was last asked."""
-        taken, self._taken_s = self._taken_s, 0.0
-        return taken
 
     def _take(self, call: _Call) -> bool:
         """Run a call that waits; False when it does no more. Wherever Ctrl-C comes, it goes on waiting or its thread is told."""
