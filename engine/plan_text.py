@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from lamina.tiers import Choice, Explanation, Tier, explain
+from lamina.tiers.placement.needs import SAVED_INPUTS
 from lamina.tiers.placement.shares import met_shares, said_shares
 from lamina.zero import ZeroRuntime
 
@@ -116,6 +117,23 @@ class TrainingPlan:
         if self._settings.activations != "keep":
             where = self._settings.activations
             yield f"{len(runtime.recomputed)} blocks are computed again in the backward pass, their inputs wait on {where}"
+        if runtime.options.inputs_share_host:
+            yield self._room_for_inputs()
+
+    def _room_for_inputs(self) -> str:
+        """What the inputs find that no memory was set aside for by the user."""
+        inputs, placement, options = self._runtime.saved_inputs, self._runtime.placement, self._runtime.options
+        wanted, missed = inputs.wanted_bytes, inputs.without_room_bytes
+        if not wanted:
+            other = "is refused" if options.accelerator is not None or not options.nvme else "goes to nvme"
+            return (
+                "nothing is set aside for them (tiers.activation_bytes is not given) before a step has shown what they take: "
+                f"they use what is left of tiers.host_bytes, and what finds no room there {other}"
+            )
+        left = (options.budgets.host_bytes or 0) - placement.host_bytes + placement.host_items.get(SAVED_INPUTS, 0)
+        leaves = "nothing, since gradients use the rest" if placement.scratch_bytes else f"{left:,}"
+        told = f"they take up to {wanted:,} bytes of host memory, as the steps so far have shown; the placement leaves {leaves}"
+        return f"{told}; up to {missed:,} bytes found no room there and went straight to nvme" if missed else told
 
     def _why(self) -> Iterator[str]:
         decision, explanation = self._runtime.decision, self.explanation

@@ -47,6 +47,7 @@ class Steering:
         self._work: deque[StepWork] = deque(maxlen=MEMORY)
         self._steps = 0
         self._pending: Choice | None = None
+        self._room_bytes = 0  # for saved inputs, as far as it was seen to
 
     def after_step(self, work: StepWork) -> None:
         """Take one step's figures, between it and the next."""
@@ -103,6 +104,8 @@ class Steering:
                     "the placement stays: there was no room any more, on this rank or another, when it came to it"
                 )
             return
+        if self._make_room(replanner):
+            return
         self._steps += 1
         self._work.append(work)
         revision = replanner.after_step(measured)
@@ -111,6 +114,32 @@ class Steering:
             revision = replanner.with_times(times)
         if revision is not None:
             self._act(replanner, revision)
+
+    def _make_room(self, replanner: Replanner) -> bool:
+        """Leave saved inputs the host memory that they have wanted so far; whether state is to move for that. Collective where
+        they use what the placement leaves. See [Note: inputs without room] in saved_inputs.py."""
+        runtime = self.runtime
+        if not runtime.options.inputs_share_host:
+            return False
+        wanted = runtime.ranks.greatest(runtime.saved_inputs.wanted_bytes)
+        if wanted <= self._room_bytes:
+            return False
+        self._room_bytes = wanted
+        better = replanner.leave_room(wanted)
+        set_aside = replanner.choice.question.wishes.saved_input_bytes
+        told = f"saved inputs take {wanted:,} bytes of host memory, {set_aside:,} are set aside from now on"
+        obstacle = None
+        if better is not None or runtime.ranks.world_size > 1:  # with other budgets another rank may have to move
+            obstacle = self._obstacle(better.placement if better is not None else runtime.placement)
+        if obstacle is not None:
+            told = f"saved inputs take {wanted:,} bytes of host memory; the placement stays: {obstacle}"
+        self._note(f"{told}: state is moved for that" if better is not None and obstacle is None else told)
+        runtime.residence.decision = replace(runtime.decision, choice=replanner.choice)
+        if better is None or obstacle is not None:
+            return False
+        runtime.migration.begin(better.placement)
+        self._pending = better
+        return True
 
     def _act(self, replanner: Replanner, revision: Revision) -> None:
         self._note(str(revision))

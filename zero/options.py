@@ -46,3 +46,9 @@ class ZeroOptions:
     num_threads: int | None = None
     tell: Callable[[str], None] = field(default=lambda _: None)  # gets sentences about a start that takes long
     open_io: Callable[[], AsyncIO] = AsyncIO
+
+    @property
+    def inputs_share_host(self) -> bool:
+        """Whether saved inputs use what the placement leaves of the host budget, since nothing was set aside for them."""
+        wanted = self.recompute in (Tier.HOST, Tier.NVME) and not self.wishes.saved_input_bytes
+        return wanted and self.budgets.host_bytes is not None

@@ -111,7 +111,8 @@ class TiersConfig(Block):
     )
     activation_bytes: Bytes | None = Field(
         default=None,
-        description="host memory set aside for such inputs (on their way, with nvme); null: what host_bytes leaves",
+        description="host memory set aside for such inputs (on their way, with nvme), a limit; null: what host_bytes leaves, "
+        "as much as steps show that they take, and nvme for what finds no room",
     )
     lookahead: Literal["auto"] | Count = own_auto(
         "auto",

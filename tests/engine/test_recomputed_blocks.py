@@ -1,6 +1,7 @@
 """Blocks that are computed again in the backward pass: the same bits as without, from inputs on any tier, in less memory."""
 
 import gc
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +133,64 @@ def test_inputs_leave_host_memory_for_the_file_and_come_back_ahead_of_use(tmp_pa
         engine.step()
         assert engine.metrics().peak_bytes["nvme"] >= engine.runtime.placement.nvme_bytes + 12 * 8192
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("where", ["host", "nvme"])
+@pytest.mark.parametrize(
+    ("host_bytes", "extra", "after"),
+    [
+        (1_200_000, {}, "saved inputs take"),
+        (1_200_000, {"keep_state": True}, "state is moved for that"),
+        (1_000_000, {}, "since gradients use the rest"),
+    ],
+    ids=["little left", "kept state", "gradients in a scratch file"],
+)
+def test_what_the_placement_leaves_is_enough_without_a_word_from_the_user(
+    tmp_path: Path, where: str, host_bytes: int, extra: dict[str, Any], after: str
+) -> None:
+    clip = {"gradient_clipping": 1.0} if "gradients" in after else {}
+    tiers = {"nvme": [str(tmp_path)], "activations": where, "host_bytes": host_bytes, "device_bytes": 300_000, **extra}
+    config = settings(tiers=tiers, **clip)
+    torch.manual_seed(0)
+    model = DropoutModel()
+    with initialize(model, config=config)[0] as engine:
+        torch.manual_seed(1)
+        assert "nothing is set aside for them (tiers.activation_bytes is not given)" in str(engine.plan)
+        losses = []
+        for index in range(4):
+            losses.append(engine(*batch(index)))
+            engine.backward(losses[-1])
+            engine.step()
+            assert engine.metrics().peak_bytes["host"] <= host_bytes
+        told = str(engine.plan)
+        assert after in told
+        wanted = 5 * 8192 if where == "host" else 3 * 8192
+        assert f"they take up to {wanted:,} bytes of host memory" in told
+        if "moved" in after:
+            assert engine.plan.placement["tiers"]["host"]["items"]["saved inputs"] == wanted
+            assert "went straight to nvme" in told
+            before = engine.runtime.saved_inputs._without_room.now
+            loss = engine(*batch(4))
+            assert engine.runtime.saved_inputs._without_room.now == before  # all have room now
+            engine.backward(loss)
+        ends = [get_full(parameter, "param") for parameter in model.parameters()] if "moved" not in after else None
+    plain = outcome(settings(**clip), steps=4)
+    assert [loss.item() for loss in losses] == plain[0]
+    assert ends is None or all(map(torch.equal, ends, plain[1]))
+
+
+def test_moves_leave_the_room_that_inputs_take(tmp_path: Path) -> None:
+    config = settings(
+        tiers={"nvme": [str(tmp_path)], "activations": "host", "host_bytes": 1_500_000, "device_bytes": 300_000}
+    )
+    with initialize(DropoutModel(), config=config)[0] as engine:
+        engine.backward(engine(*batch(0)))
+        engine.step()
+        present, migration = engine.runtime.placement, engine.runtime.migration
+        assert migration.obstacle(present) is None
+        for nbytes, obstacle in ((40_960, None), (1_400_000, "no hole of the host tier would be large enough")):
+            items = dict(present.host_items) | {"saved inputs": nbytes}
+            assert migration.obstacle(replace(present, host_items=items)) == obstacle
 
 
 @pytest.mark.parametrize(

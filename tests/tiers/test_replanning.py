@@ -29,6 +29,7 @@ from lamina.tiers import (
     PlacementError,
     PlacementQuestion,
     SegmentSize,
+    Tier,
     Wishes,
     choose,
 )
@@ -73,6 +74,28 @@ def step_on(disk: Link, asked: PlacementQuestion, choice_of: Replanner) -> Measu
         written_bytes=moved.written_bytes,
         busy_s=disk.seconds(moved.read_bytes, moved.written_bytes),
     )
+
+
+@pytest.mark.parametrize("divide_state", [False, True])
+def test_room_for_inputs_is_left_by_another_placement_only_where_the_present_one_has_none(divide_state: bool) -> None:
+    asked = question(2.6e9, passes_s=0.05, divide_state=divide_state)
+    present = choose(asked)
+    left = 60 * MIB - present.placement.host_bytes
+    planner = Replanner(choice=present)
+    assert planner.leave_room(left // 4096 * 4096) is None
+    better = planner.leave_room(left + 5 * MIB)
+    assert better is not None
+    assert better.placement.host_items["saved inputs"] >= left + 5 * MIB
+    assert better.placement.host_bytes <= 60 * MIB
+    old, new = present.placement.homes, better.placement.homes
+    moved = [name for name in old if new[name] != old[name]]
+    assert moved
+    assert all(new[name].state is Tier.NVME and new[name].param is old[name].param for name in moved)
+    assert any(new[name].kept for name in moved) is divide_state
+    slow = planner.leave_room(1 << 40)  # as much as can be
+    assert slow is not None
+    assert slow.placement.host_bytes <= 60 * MIB
+    assert planner.choice.question.wishes.saved_input_bytes > left + 5 * MIB
 
 
 def test_a_disk_as_fast_as_modelled_is_left_alone() -> None:

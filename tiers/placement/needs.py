@@ -9,6 +9,7 @@ from .homes import PAGE, Home, SegmentSize, Wishes, page_up
 from .segment_needs import SegmentNeeds, is_fetched, segment_needs
 
 OWN_STATE = "own state of torch's optimizer"
+SAVED_INPUTS = "saved inputs"
 OWN_GRADIENTS = "fp32 gradients for torch's optimizer"
 SPILL_WINDOW = 2  # gradient planes in memory at least, where the others go to a scratch file
 FETCH_BUFFERS = 2  # one being read into while the other is copied from
@@ -174,7 +175,7 @@ class Needs:
                 "gradients": self.gradient_bytes(),
                 "update buffers": staging if self.updates_stream() else 0,
                 "fetch buffers": self.fetch_buffer_bytes(),
-                "saved inputs": page_up(self.wishes.saved_input_bytes),
+                SAVED_INPUTS: page_up(self.wishes.saved_input_bytes),
                 OWN_STATE: self._own_state,
                 OWN_GRADIENTS: self._own_gradients,
             }

@@ -6,6 +6,8 @@ from lamina.tiers.links.bandwidth import Measured
 from lamina.tiers.simulation.step_model import ComputeTimes
 
 from .choice import Choice, choose
+from .homes import PAGE, page_up
+from .placement import Placement
 from .question import PlacementQuestion
 
 WORTH_MOVING = 0.05
@@ -75,6 +77,37 @@ class Replanner:
         self.revisions.append(revision)
         return revision
 
+    def leave_room(self, nbytes: int) -> Choice | None:
+        """Set so much host memory aside for saved inputs from now on, or what everything on the slowest tiers leaves. Where the
+        present placement does not leave it, the one that moves least for that."""
+        question = self.choice.question
+        slow = question.placement_at(question.placer.slowest())
+        if question.budgets.host_bytes is not None:
+            left = question.budgets.host_bytes - slow.host_bytes + page_up(question.wishes.saved_input_bytes)
+            nbytes = min(nbytes, max(left, 0) // PAGE * PAGE)
+        question = replace(question, wishes=replace(question.wishes, saved_input_bytes=nbytes))
+        present = question.placement_at(self.choice.placement.homes)
+        self.choice = replace(self.choice, question=question)
+        if question.placer.holds(present.homes):
+            return None
+        return Choice.given(question, _with_less(question, present))
+
     def adopt(self, better: Choice) -> None:
         """The state was moved: from now on this is the present placement."""
         self.choice = better
+
+
+def _with_less(question: PlacementQuestion, present: Placement) -> Placement:
+    """The present placement with less in memory, so that it holds: from the back of the model states on the slowest tier, then
+    parameters. Where states may be divided, part of the last one that went stays."""
+    placer, homes, gone = question.placer, dict(present.homes), []
+    slowest = placer.slowest()
+    movable = [index for index, s in enumerate(question.segments) if s.trained and not s.persistent]
+    for state, index in [(state, index) for state in (True, False) for index in reversed(movable)]:
+        if placer.holds(homes):
+            break
+        name = question.segments[index].name
+        before, slow = homes[name], slowest[name]
+        homes[name] = replace(before, state=slow.state, kept=0) if state else slow
+        gone += [index] if homes[name] != before else []
+    return placer.place_at(homes, divide=gone[-1:] if question.wishes.divide_state else ())

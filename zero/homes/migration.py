@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING
 from lamina.aio_native import Priority
 from lamina.tiers import Block, Home, Placement, Plane, SpaceError, Tier, Transaction
 from lamina.tiers.nvme.transaction import TransactionState
+from lamina.tiers.placement.needs import SAVED_INPUTS
 from lamina.zero.groups.memory import tensor_over
 from lamina.zero.groups.segment import Segment
 
@@ -230,6 +231,10 @@ class Migration:
         self._leave_out()
         return None
 
+    def _inputs_room(self, target: Placement) -> int:
+        """Bytes of host memory that saved inputs are to find; none where they have theirs already."""
+        return target.host_items.get(SAVED_INPUTS, 0) if self._runtime.options.inputs_share_host else 0
+
     def _way_to(self, target: Placement) -> MovePlan:
         """The one that moves least, if memory lies so that everything finds a place."""
         plan = MovePlan(self._runtime.segments, target)
@@ -261,7 +266,7 @@ class Migration:
                 return waiting[0].tier
             waiting = still_waiting
         transient = runtime.early_updates.transient_gradients(plan.target.homes)
-        if not trials[Tier.HOST].take(runtime.gradients.sizes_for(transient)):
+        if not trials[Tier.HOST].take([*runtime.gradients.sizes_for(transient), self._inputs_room(plan.target)]):
             return Tier.HOST
         window = plan.target.device_items.get("window of fetched groups", 0)
         return order if trials[Tier.DEVICE].take([window]) else Tier.DEVICE

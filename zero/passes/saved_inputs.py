@@ -3,22 +3,31 @@
 [Note: saved inputs] Tensors that need a gradient (the stream of activations) are moved; all others (masks, positions) are
 mostly the same object for every block and are kept as they are. What was moved is a copy, so that a later change in place
 does no harm; what was not is checked for one.
+
+[Note: inputs without room] Where no host memory was set aside for inputs (tiers.activation_bytes), they use what the placement
+leaves of the budget; how much they take only a pass shows. One that finds no room goes to a file at once, and comes back
+into memory of torch's when it is used. After the step state is moved to leave the room that was wanted, where it can be.
 """
 
+import weakref
 from collections import deque
-from contextlib import ExitStack
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
 
 from lamina.aio_native import Handle, Priority
-from lamina.tiers import Arena, Block, BudgetError, Tier
+from lamina.tiers import Block
 from lamina.tiers.memory.gpu import Accelerator
 from lamina.tiers.nvme.unnamed import UnnamedFile
+from lamina.tiers.placement.homes import page_up
 from lamina.zero.groups.memory import tensor_over
+from lamina.zero.groups.shard_planes import bytes_of
 
-OWNER = "saved inputs"
-GROWTH_BYTES = 64 << 20
+from .inputs_room import OWNER, Demand, Room
+
+IN_PASSING = 3
+"""Inputs that are on their way to a file or from it at a time."""
 
 
 class Kept(Protocol):
@@ -50,63 +59,28 @@ class KeptAsItIs:
         return self._tensor
 
 
-class _LentMemory:
-    """A block of an arena as the memory of a smaller one."""
+class KeptOnDisk:
+    """In a file, with no host memory of its own; see [Note: inputs without room]."""
 
-    page_kind = "lent"
+    def __init__(self, tensor: torch.Tensor, file: UnnamedFile) -> None:
+        self._shape, self._dtype, self._file = tensor.shape, tensor.dtype, file
+        self._nbytes = tensor.numel() * tensor.dtype.itemsize
+        self._offset = file.take(self._nbytes, OWNER)
+        weakref.finalize(self, file.give_back, self._offset, self._nbytes).atexit = False
+        file.write(self._offset, bytes_of(tensor.detach().reshape(-1))).wait()
 
-    def __init__(self, block: Block) -> None:
-        self.address = block.address
-        self._block = block
+    def prefetch(self) -> None:
+        """There is no memory that it could come into before it is used."""
 
-    def close(self) -> None:
-        self._block.free()
-
-
-def arena_within(arena: Arena, nbytes: int) -> Arena:
-    """Part of an arena, set aside. Raises BudgetError when it is not free."""
-    return Arena(arena.tier, nbytes, memory=_LentMemory(arena.alloc(nbytes, OWNER)))
+    def tensor(self) -> torch.Tensor:
+        return read_apart(self._file, self._offset, self._shape, self._dtype)
 
 
-class Room:
-    """Host memory for saved inputs: what is left of an arena, or without a budget as much as it takes."""
-
-    def __init__(self, arena: Arena | None, accelerator: Accelerator | None) -> None:
-        """``arena``: None where there is no budget; it stays its owner's to close."""
-        self._arenas = [arena] if arena is not None else []
-        self._grows = arena is None
-        self._accelerator = accelerator
-        self._closing = ExitStack()
-
-    def try_take(self, nbytes: int) -> Block | None:
-        for arena in self._arenas:
-            block = arena.try_alloc(nbytes, OWNER)
-            if block is not None:
-                return block
-        if not self._grows:
-            return None
-        arena = Arena(Tier.HOST, max(nbytes, GROWTH_BYTES))
-        self._closing.callback(arena.close)
-        if self._accelerator is not None:
-            self._closing.enter_context(self._accelerator.page_locked(arena))
-        self._arenas.append(arena)
-        return arena.alloc(nbytes, OWNER)
-
-    def refusal(self, nbytes: int, remedy: str) -> BudgetError:
-        free = sum(arena.free_bytes for arena in self._arenas)
-        budget = sum(arena.nbytes for arena in self._arenas)
-        return BudgetError(
-            f"{OWNER}: an input of {nbytes:,} bytes wants host memory, of which {free:,} of {budget:,} are free. {remedy}",
-            owner=OWNER,
-            wanted=nbytes,
-            free=free,
-            budget=budget,
-            largest=max((arena.largest_hole for arena in self._arenas), default=0),
-        )
-
-    def close(self) -> None:
-        self._closing.close()
-        self._arenas.clear()
+def read_apart(file: UnnamedFile, offset: int, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor of a file in memory of torch's."""
+    values = torch.empty(shape.numel(), dtype=dtype)
+    file.read(offset, bytes_of(values), Priority.DEMAND).wait()
+    return values.view(shape)
 
 
 class _Moved:
@@ -176,6 +150,8 @@ class KeptInFile(_Moved):
     def tensor(self) -> torch.Tensor:
         if self.block is None:
             self._begin(Priority.DEMAND, wait=True)
+        if self.block is None and self.offset is not None:
+            return read_apart(self.owner.file, self.offset, self.shape, self.dtype)
         if self.on_disk and self.handle is not None:
             self.handle.wait()
             self.handle = None
@@ -202,11 +178,19 @@ class SavedInputs(Protocol):
     def file_bytes(self) -> int:
         """Bytes of disk taken."""
 
+    @property
+    def wanted_bytes(self) -> int:
+        """Host memory that would have been enough so far."""
+
+    @property
+    def without_room_bytes(self) -> int:
+        """The most that found no room in host memory at a time."""
+
     def close(self) -> None: ...
 
 
 class InputsAsTheyAre:
-    file_bytes = 0
+    file_bytes = wanted_bytes = without_room_bytes = 0
 
     def keep(self, tensor: torch.Tensor) -> Kept:
         return KeptAsItIs(tensor)
@@ -216,27 +200,56 @@ class InputsAsTheyAre:
 
 
 class InputsInHost:
-    """Copies in host memory; see [Note: saved inputs]."""
+    """Copies in host memory; see [Note: saved inputs]. ``open_file`` makes a file for those that find no room there; without it
+    they are refused."""
 
-    file_bytes = 0
-
-    def __init__(self, room: Room, accelerator: Accelerator | None) -> None:
+    def __init__(
+        self, room: Room, accelerator: Accelerator | None, open_file: Callable[[], UnnamedFile] | None = None
+    ) -> None:
         self._room = room
         self._accelerator = accelerator
+        self._open_file = open_file
+        self._file: UnnamedFile | None = None
+        self._demand, self._without_room = Demand(), Demand()
+
+    @property
+    def file_bytes(self) -> int:
+        return self._file.nbytes if self._file is not None else 0
+
+    @property
+    def wanted_bytes(self) -> int:
+        return self._demand.most
+
+    @property
+    def without_room_bytes(self) -> int:
+        return self._without_room.most
 
     def keep(self, tensor: torch.Tensor) -> Kept:
-        """Raises BudgetError when the host budget cannot hold it."""
+        """Raises BudgetError when the host budget cannot hold it, and there is no file or its quota is used up, too; OSError."""
         if not tensor.requires_grad or not tensor.numel():
             return KeptAsItIs(tensor)
-        kept = KeptInHost(tensor, self._accelerator)
-        block = self._room.try_take(kept.nbytes)
-        if block is None:
-            remedy = "Raise tiers.activation_bytes (or tiers.host_bytes), or write tiers.activations: nvme"
-            raise self._room.refusal(kept.nbytes, remedy)
-        kept.fill(block, tensor)
+        kept: Kept
+        block = self._room.try_take(tensor.nbytes)
+        if block is not None:
+            kept = in_host = KeptInHost(tensor, self._accelerator)
+            in_host.fill(block, tensor)
+        else:
+            kept = KeptOnDisk(tensor, self._overflow(tensor.nbytes))
+            self._without_room.count(kept, tensor.nbytes)
+        self._demand.count(kept, tensor.nbytes)
         return kept
 
+    def _overflow(self, nbytes: int) -> UnnamedFile:
+        if self._open_file is None:
+            remedy = "Raise tiers.activation_bytes (or tiers.host_bytes), or write tiers.activations: nvme"
+            raise self._room.refusal(nbytes, remedy)
+        if self._file is None:
+            self._file = self._open_file()
+        return self._file
+
     def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
         self._room.close()
 
 
@@ -245,12 +258,18 @@ def _is_done(kept: KeptInFile) -> bool:
 
 
 class InputsInFile:
-    """Copies in an unnamed file, by way of host memory; see [Note: saved inputs]."""
+    """Copies in an unnamed file, by way of host memory; see [Note: saved inputs]. ``needs_room``: without room for one copy it is
+    refused, else it goes there straight."""
 
-    def __init__(self, room: Room, file: UnnamedFile, accelerator: Accelerator | None) -> None:
+    def __init__(
+        self, room: Room, file: UnnamedFile, accelerator: Accelerator | None, *, needs_room: bool = True
+    ) -> None:
         self.room = room
         self.file = file
         self._accelerator = accelerator
+        self._needs_room = needs_room
+        self._largest = 0
+        self._without_room = Demand()
         self._copying: deque[KeptInFile] = deque()
         self._writing: deque[KeptInFile] = deque()
 
@@ -258,23 +277,38 @@ class InputsInFile:
     def file_bytes(self) -> int:
         return self.file.nbytes
 
+    @property
+    def wanted_bytes(self) -> int:
+        return IN_PASSING * page_up(self._largest)
+
+    @property
+    def without_room_bytes(self) -> int:
+        return self._without_room.most
+
     def keep(self, tensor: torch.Tensor) -> Kept:
         """Raises BudgetError when host memory does not have room for one copy or the path's quota is used up, OSError."""
         if not tensor.requires_grad or not tensor.numel():
             return KeptAsItIs(tensor)
+        self._largest = max(self._largest, tensor.nbytes)
+        block = self.block(tensor.nbytes)
+        if block is None:
+            straight = KeptOnDisk(tensor, self.file)
+            self._without_room.count(straight, tensor.nbytes)
+            return straight
         kept = KeptInFile(tensor, self, self._accelerator)
-        block = self.block(kept.nbytes)
         kept.offset = self.file.take(kept.nbytes, OWNER)
         kept.fill(block, tensor)
         self._copying.append(kept)
         self.advance()
         return kept
 
-    def block(self, nbytes: int) -> Block:
-        """Host memory, waiting for writes under way when there is none. Raises BudgetError."""
+    def block(self, nbytes: int) -> Block | None:
+        """Host memory, waiting for writes under way when there is none. Where there is none at all: BudgetError, or None."""
         self.advance()
         while (block := self.room.try_take(nbytes)) is None:
             if not self._finish_one():
+                if not self._needs_room:
+                    return None
                 raise self.room.refusal(nbytes, "Raise tiers.activation_bytes or tiers.host_bytes")
         return block
 
