@@ -32,9 +32,10 @@ class StopSignals:
         self._stop = stop
         self._share = share
         self._installed: list[signal.Signals] = []
+        self._over = False
         if threading.current_thread() is threading.main_thread():
             for number in SIGNALS:
-                if signal.getsignal(number) is _UNTOUCHED[number]:
+                if _is_free(number):
                     signal.signal(number, self._received)
                     self._installed.append(number)
 
@@ -47,7 +48,9 @@ class StopSignals:
             self._leave(number)
 
     def restore(self) -> None:
-        """Put the handlers back that were there before; harmless when repeated."""
+        """Put the handlers back that were there before; harmless when repeated. Python allows it in the main thread only: where
+        another one calls, they give way to those that come next."""
+        self._over = True
         if threading.current_thread() is threading.main_thread():
             for number in self._installed:
                 if signal.getsignal(number) == self._received:
@@ -55,7 +58,7 @@ class StopSignals:
             self._installed.clear()
 
     def _received(self, number: int, _frame: FrameType | None) -> None:
-        if self.pending is not None:
+        if self._over or self.pending is not None:
             self.restore()
             _raise(number)
         if self._share is None and not self._is_busy():
@@ -68,6 +71,13 @@ class StopSignals:
         self.restore()
         self._stop()
         _raise(number)
+
+
+def _is_free(number: int) -> bool:
+    """Whether a signal has no handler but Python's own, or that of an engine that is closed."""
+    handler = signal.getsignal(number)
+    owner = getattr(handler, "__self__", None)
+    return handler is _UNTOUCHED[number] or (isinstance(owner, StopSignals) and owner._over)
 
 
 def _raise(number: int) -> NoReturn:

@@ -5,6 +5,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -183,6 +184,26 @@ def test_a_signal_between_windows_acts_at_once_and_handlers_are_put_back() -> No
     assert {number: signal.getsignal(number) for number in before} == before
     with initialize(build(**SMALL), config=settings(), handle_signals=False)[0]:
         assert {number: signal.getsignal(number) for number in before} == before
+
+
+def test_handlers_of_an_engine_that_another_thread_closed_give_way() -> None:
+    def closed_elsewhere() -> None:
+        thread = threading.Thread(target=initialize(build(**SMALL), config=settings())[0].close)
+        thread.start()
+        thread.join()
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    closed_elsewhere()
+    with pytest.raises(SystemExit):
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert {number: signal.getsignal(number) for number in before} == before
+    closed_elsewhere()
+    engine = initialize(build(**SMALL), config=settings())[0]
+    with pytest.raises(SystemExit):
+        os.kill(os.getpid(), signal.SIGTERM)
+    with pytest.raises(RuntimeError, match="the engine was closed"):
+        engine(*batch(0))
+    assert {number: signal.getsignal(number) for number in before} == before
 
 
 def test_a_second_signal_does_not_wait(capsys: pytest.CaptureFixture[str]) -> None:
