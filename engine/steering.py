@@ -111,6 +111,8 @@ class Steering:
         revision = replanner.after_step(measured)
         times = self._new_times(replanner.choice)
         if times is not None:
+            if revision is not None:
+                self._note(str(revision))  # of two changes in one step both are told, and the second one decides
             revision = replanner.with_times(times)
         if revision is not None:
             self._act(replanner, revision)

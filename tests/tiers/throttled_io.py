@@ -137,7 +137,7 @@ class DisksIO:
 
 
 class ThrottledIO(DisksIO):
-    """A single disk, wherever the files lie; its ``stats()`` keep the bytes of the real ones."""
+    """A single disk, wherever the files lie: the device of the first. Bytes count when they are submitted, as seconds do."""
 
     def __init__(self, io: AsyncIO, *, read_rate: float, write_rate: float) -> None:
         self.disk = Bucket(read_rate=read_rate, write_rate=write_rate)
@@ -147,5 +147,16 @@ class ThrottledIO(DisksIO):
         return self.disk
 
     def stats(self) -> IOStats:
-        real = self._io.stats()
-        return replace(real, devices=tuple(replace(device, busy_s=self.disk.busy_s) for device in real.devices))
+        real, disk = self._io.stats(), self.disk
+        return replace(
+            real,
+            devices=tuple(
+                replace(
+                    one,
+                    busy_s=disk.busy_s,
+                    read=replace(one.read, bytes=disk.read_bytes),
+                    write=replace(one.write, bytes=disk.written_bytes),
+                )
+                for one in real.devices[:1]
+            ),
+        )
