@@ -12,7 +12,7 @@ from small_model import batch, differences, on_nvme, settings, train_with_engine
 from torch import nn
 
 from lamina.engine import ConfigError, initialize
-from lamina.tiers import BudgetError
+from lamina.tiers import BudgetError, PlacementError, Tier
 from lamina.zero import get_full
 
 WHERE = ("device", "host", "nvme")
@@ -133,6 +133,45 @@ def test_inputs_leave_host_memory_for_the_file_and_come_back_ahead_of_use(tmp_pa
         engine.step()
         assert engine.metrics().peak_bytes["nvme"] >= engine.runtime.placement.nvme_bytes + 12 * 8192
     assert list(tmp_path.iterdir()) == []
+
+
+class PostNorm(nn.Module):
+    """Its backward pass begins with an operation that takes a parameter before an activation."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(x + self.down(torch.tanh(self.up(x))))
+
+
+def post_norm(trained: str) -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(256, 64), nn.Sequential(*[PostNorm(64) for _ in range(3)]), nn.Linear(64, 1))
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not name.startswith("1") or trained in name)
+    return model
+
+
+@pytest.mark.parametrize("trained", ["", "bias", "nothing"])
+def test_the_least_device_budget_that_is_named_holds_blocks_that_run_again(tmp_path: Path, trained: str) -> None:
+    config = settings(**on_nvme(tmp_path, device_bytes=1, activations="device"))
+    with pytest.raises(PlacementError, match="device_bytes is 1, but at least") as refused:
+        initialize(post_norm(trained), config=config)
+    config["tiers"]["device_bytes"] = refused.value.least[Tier.DEVICE]
+    found = []
+    for blocks in (config, settings()):
+        model = post_norm(trained)
+        with initialize(model, config=blocks)[0] as engine:
+            for index in range(2):
+                loss = engine(batch(index)[0]).square().mean()
+                engine.backward(loss, retain_graph=True)
+                engine.backward(loss)
+                engine.step()
+            found.append([get_full(parameter) for parameter in model.parameters()])
+    assert all(map(torch.equal, *found))
 
 
 @pytest.mark.parametrize("where", ["host", "nvme"])

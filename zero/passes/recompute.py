@@ -4,7 +4,8 @@
 which are kept as references as everywhere (see [Note: saved parameters]). The first one that the backward pass asks for
 makes the block run again on its saved inputs, under the random state and autocast it had, and the n-th tensor saved then is
 the n-th asked for. The operations are the same ones on the same bits, and so are the gradients. The second run ends with
-the last tensor that is needed.
+the last tensor that is needed. It also comes before the first parameter is handed out that the backward pass asks for: an
+operation may take its parameter before its activation, and would hold that beside all that the run fetches.
 """
 
 import weakref
@@ -73,6 +74,7 @@ class _Run:
         self._surroundings = _Surroundings.now(owner.device)
         self._forms: list[tuple[torch.Size, torch.dtype]] = []
         self._values: dict[int, SavedActivation] = {}
+        self._asked: set[int] = set()  # what was asked for in this pass over the graph, each once
         self._before: weakref.ref[_Run] | None = None
 
     def forward(self, before: "_Run | None", args: Any, kwargs: Any) -> Any:
@@ -92,6 +94,14 @@ class _Run:
         return len(self._forms) - 1
 
     def _unpack(self, packed: SavedParameter | int) -> torch.Tensor:
+        key = (
+            -id(packed) if isinstance(packed, SavedParameter) else packed
+        )  # a reference would count as a use of the parameter
+        if key in self._asked:
+            self._asked.clear()
+        if self._forms and not self._values and not self._asked:
+            self._run_again()
+        self._asked.add(key)
         if isinstance(packed, SavedParameter):
             return self._owner.state.unpack(packed)
         if packed not in self._values:
