@@ -18,6 +18,8 @@ def main(folder: Path, factor: float) -> None:
     own.mkdir()
     with pytest.MonkeyPatch.context() as patch:
         disks = two_disks(own, patch)
+        for disk in disks.values():
+            disk.write_rate = disk.read_rate  # which reads and which writes a step's figures have is a matter of time
         with on_disks(disks, patch, net()) as engine:
             losses = []
             for number in range(12):

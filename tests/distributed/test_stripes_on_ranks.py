@@ -19,6 +19,7 @@ def train(folder: Path, factor: float) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 @pytest.mark.distributed
+@pytest.mark.timeout(220)
 def test_each_rank_cuts_its_stripes_for_itself(tmp_path: Path) -> None:
     untouched, throttled = train(tmp_path / "untouched", 1), train(tmp_path / "throttled", 4)
     assert [rank["losses"] for rank in throttled] == [rank["losses"] for rank in untouched]
