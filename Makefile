@@ -1,6 +1,7 @@
-# make train   the main job: trains a real model on real text with its state on NVMe
-# make test    the tests
-# make check   lint, types, formats, layering and packaging
+# make train      the main job: trains a real model on real text with its state on NVMe
+# make test       the tests
+# make test-slow  the long ones: about 50 minutes on 2 cores
+# make check      lint, types, formats, layering and packaging
 # Each does the set-up it needs, once. PYTHON=python3.12 chooses another interpreter.
 
 PYTHON ?= python3
@@ -14,7 +15,7 @@ HAND_WRITTEN_C := $(C_FILES)
 .DEFAULT_GOAL := help
 .PHONY: help
 help:
-	@sed -n '1,4s/^# //p' Makefile
+	@sed -n '1,5s/^# //p' Makefile
 
 train: setup
 	$(BIN)/lamina train --size small --host-bytes 80MiB --device-bytes 24MiB $(ARGS)
