@@ -4,8 +4,9 @@ from .errors import BudgetError, IntegrityError, LayoutError, LockedError, Space
 from .links.bandwidth import BandwidthModel, Curve, Link, Measured
 from .links.probe import DiskSpeed, probe_disk, probe_mix
 from .memory.arena import Arena, ArenaReport, Block
+from .nvme.generation_info import GenerationInfo
 from .nvme.handle import TransferHandle
-from .nvme.store import GenerationInfo, GenerationStore
+from .nvme.store import GenerationStore
 from .nvme.taken_sums import TakenSums
 from .nvme.transaction import Transaction
 from .placement.choice import Choice, choose

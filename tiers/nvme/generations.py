@@ -10,7 +10,8 @@ from lamina.tiers.nvme.manifest import FrozenRecord, GenerationRecord, Manifest
 from lamina.tiers.nvme.opening import read_sums, table_crcs
 from lamina.tiers.nvme.slot import Slot
 from lamina.tiers.nvme.slot_pool import SlotPool
-from lamina.tiers.nvme.transaction import Source, Target
+from lamina.tiers.nvme.source import Source
+from lamina.tiers.nvme.transaction import Target
 
 
 class Generations:

@@ -3,10 +3,9 @@
 [Note: what survives what]
 A killed process: every commit that returned, and perhaps the one that was under way. Data and manifest are with the
 kernel by then, and nothing of the current generation is overwritten before another one counts.
-A loss of power: every commit with durable=True, and every pin. A commit without it has its manifest on disk, and with
-direct I/O usually its data; where the disk had not written something, the checksums find it at the next start, and a
-checkpoint (or with generations: 3 an older generation) is the way back. Nothing is ever taken for right unchecked
-unless verify is "off".
+A loss of power: every commit with durable=True, and every pin. A commit without it has its manifest on disk, and with direct
+I/O usually its data; where the disk had not written something, the checksums find it at the next start, and a checkpoint (or
+with generations: 3 an older generation) is the way back. Nothing is ever taken for right unchecked unless verify is "off".
 A failing or full disk: an update moves to the other paths where there are some with room; otherwise it fails, and the
 generation before still counts.
 """
@@ -14,17 +13,16 @@ generation before still counts.
 import os
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from lamina.aio_native import AsyncIO, Priority
 from lamina.tiers.errors import StoreError
+from lamina.tiers.nvme.generation_info import GenerationInfo, info_of
 from lamina.tiers.nvme.generations import Generations
 from lamina.tiers.nvme.handle import HandleGroup, TransferHandle, as_bytes
 from lamina.tiers.nvme.landing import Landing
 from lamina.tiers.nvme.layout import require_same_shards
 from lamina.tiers.nvme.lock import FolderLock, file_device
-from lamina.tiers.nvme.manifest import GenerationRecord
 from lamina.tiers.nvme.opening import Opening, Verify
 from lamina.tiers.nvme.pin import CopyJob, PinnedGeneration, copy_files, finish_pin, start_pin
 from lamina.tiers.nvme.pinned_reader import PinnedReader
@@ -36,16 +34,6 @@ from lamina.tiers.nvme.stream import check_chunks, check_edges
 from lamina.tiers.nvme.transaction import Target, Transaction, TransactionState
 from lamina.tiers.nvme.wear import PathWear
 from lamina.tiers.tier import NvmePath, Plane, ShardSpec
-
-
-@dataclass(frozen=True, kw_only=True)
-class GenerationInfo:
-    """A committed generation: its number, the training step and what the caller wanted remembered."""
-
-    id: int
-    step: int
-    meta: Mapping[str, Any]
-    durable: bool
 
 
 class GenerationStore:
@@ -118,7 +106,7 @@ class GenerationStore:
         self.settle()
         with self._lock:
             record = self._generations.current
-            return None if record is None else _info(record)
+            return None if record is None else info_of(record)
 
     @property
     def steps(self) -> tuple[int, ...]:
@@ -209,18 +197,24 @@ class GenerationStore:
             return sum(sum(slot.layout.file_bytes) for slot in self._pool.slots.values())
 
     def read(
-        self, shard: str, plane: Plane, buffer: Any, *, offset: int = 0, priority: Priority = Priority.DEMAND
+        self,
+        shard: str,
+        plane: Plane,
+        buffer: Any,
+        *,
+        offset: int = 0,
+        priority: Priority = Priority.DEMAND,
+        version: int | None = None,
     ) -> TransferHandle:
-        """Start reading from BYTE offset of a whole plane, out of the current generation or the one that is being committed in
-        the background, into a writable buffer.
-
+        """Start reading from BYTE offset of a whole plane, out of the current generation or the one that is being committed
+        in the background, into a writable buffer; with ``version``, as read when that was it: now, or before that commit began.
         The handle owns the buffer; its wait() raises IntegrityError under verify="always" when a chunk is damaged (of
         which only a part is wanted, it is read whole beside). Raises KeyError, ValueError, StoreError.
         """
         view = as_bytes(buffer)
         if view.readonly and len(view):
             raise TypeError(f"{shard}/{plane}: the buffer to read into is read-only")
-        transaction = self._transaction if self._landing is not None else None
+        transaction = self._landing_for(version)
         if transaction is not None and self._verify == "always":
             self.settle()  # its checksums are complete by then
         elif transaction is not None:
@@ -241,6 +235,16 @@ class GenerationStore:
             check_edges(slot, sums, extent, within, data, title)
 
         return slot.track(TransferHandle(parts, view, finish=check))
+
+    def _landing_for(self, version: int | None) -> Transaction | None:
+        """What is being committed in the background, where that is to be read at this version."""
+        with self._lock:
+            landing = self._transaction if self._landing is not None else None
+            if version is None or version == self._version:
+                return landing
+        if landing is None or version != self._version - 1:
+            raise StoreError(f"what version {version} had was replaced: the store is at {self._version}")
+        return None
 
     def begin(self, *, replace_frozen: bool = False) -> Transaction:
         """Start the next generation. replace_frozen: the frozen planes are written anew in it (when a model is loaded).
@@ -388,7 +392,7 @@ class GenerationStore:
             record = self._generations.current
             if record is None:
                 raise StoreError(f"{directory}: nothing was restored")
-            return _info(record)
+            return info_of(record)
 
     @property
     def shares(self) -> tuple[float, ...]:
@@ -494,7 +498,3 @@ class GenerationStore:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-
-def _info(record: GenerationRecord) -> GenerationInfo:
-    return GenerationInfo(id=record.id, step=record.step, meta=dict(record.meta), durable=record.durable)

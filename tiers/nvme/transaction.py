@@ -9,12 +9,14 @@ from typing import Any, Protocol
 
 from lamina.aio_native import Priority
 from lamina.tiers.errors import StoreError, fault
-from lamina.tiers.nvme.chunk_sums import ChunkState, ChunkSums
+from lamina.tiers.nvme.chunk_sums import ChunkSums
 from lamina.tiers.nvme.handle import Part, TransferHandle, as_bytes
-from lamina.tiers.nvme.landing import Landing, LateTransfer
+from lamina.tiers.nvme.landing import Awaited, Landing, LateTransfer, Promise, PromisedWrites
 from lamina.tiers.nvme.layout import PlaneExtent
+from lamina.tiers.nvme.moving import move_written
 from lamina.tiers.nvme.pending import PendingWrite, PendingWrites
 from lamina.tiers.nvme.slot import Slot, first_failure
+from lamina.tiers.nvme.source import Source, in_source
 from lamina.tiers.nvme.stream import Piece, Scratch, check_chunks, cut, pump, reader
 from lamina.tiers.nvme.taken_sums import TakenSums
 from lamina.tiers.tier import Plane
@@ -39,15 +41,6 @@ class Target:
     sums: ChunkSums
     in_place: bool = False
     dirty: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class Source:
-    """The generation that untouched planes are carried over from."""
-
-    slot: Slot
-    sums: ChunkSums
-    title: str
 
 
 class Owner(Protocol):
@@ -99,6 +92,7 @@ class Transaction:
         self._verify = verify
         self._pending = PendingWrites()
         self._late: list[LateTransfer] = []
+        self._promises: dict[str, Promise] = {}  # by shard
         self._lock = threading.RLock()
 
     def write(
@@ -120,7 +114,7 @@ class Transaction:
         """
         view = as_bytes(buffer)
         with self._lock:
-            self._require_open()
+            self._require_writable(shard)
             target = self._target(shard)
             extent = target.slot.layout.extent(shard, plane)
             offset -= extent.front
@@ -135,6 +129,16 @@ class Transaction:
         """BYTE offset in the whole plane of the first byte that the generation holds. Raises KeyError."""
         with self._lock:
             return self._target(shard).slot.layout.extent(shard, plane).front
+
+    def promise(self, shard: str) -> Promise:
+        """Before a commit in the background: all of a trained shard will be written, also after it has begun. See
+        [Note: promised writes]; whoever asked keeps the promise or breaks it, whatever becomes of the transaction."""
+        with self._lock:
+            self._require_open()
+            if shard in self._frozen_names or self.in_place:
+                raise ValueError(f"{shard} is frozen or written in place: its writes cannot be promised")
+            promise = self._promises[shard] = Promise(shard)
+            return promise
 
     @property
     def checksum_read_bytes(self) -> int:
@@ -176,7 +180,15 @@ class Transaction:
             extent = target.slot.layout.extent(shard, plane)
             offset -= extent.front
             target.slot.layout.check_range(extent, offset, len(view))
-            writes = [write.handle for write in self._pending.touching(extent, offset, len(view))]
+
+            def touching() -> list[TransferHandle]:
+                with self._lock:
+                    return [write.handle for write in self._pending.touching(extent, offset, len(view))]
+
+            promise = self._promises.get(shard)
+            writes: Sequence[Awaited] = touching()
+            if promise is not None and not promise.kept:
+                writes = [PromisedWrites(promise, touching)]
             handle: TransferHandle
             if not writes:
                 handle = TransferHandle(target.slot.read(extent, offset, view, priority), view)
@@ -201,13 +213,13 @@ class Transaction:
         return self._main.in_place
 
     def missing(self) -> list[str]:
-        """Names of the planes (shard/plane) of which bytes are still missing."""
+        """Names of the planes (shard/plane) of which bytes are still missing, and not promised."""
         with self._lock:
             return [
                 extent.title
                 for target in self._targets()
                 for extent in target.slot.layout.extents.values()
-                if next(iter(target.sums.gaps(extent)), None) is not None
+                if not self._is_awaited(extent.shard) and next(iter(target.sums.gaps(extent)), None) is not None
             ]
 
     def copy_rest(self) -> int:
@@ -222,6 +234,7 @@ class Transaction:
             gaps = [
                 (extent, offset, nbytes)
                 for extent in target.slot.layout.extents.values()
+                if extent.shard not in self._promises
                 for offset, nbytes in target.sums.gaps(extent)
             ]
         if not gaps:
@@ -230,7 +243,7 @@ class Transaction:
             raise StoreError(
                 f"nothing was committed yet, so {gaps[0][0].title} cannot be carried over: write every plane"
             )
-        there = [_in_source(source, *gap) for gap in gaps]
+        there = [in_source(source, *gap) for gap in gaps]
         with Scratch(target.slot.layout.chunk_bytes) as scratch:
             pieces = cut(there, source.slot.layout.chunk_bytes, scratch.piece_bytes)
             pump(reader(source.slot), pieces, scratch, lambda piece, view: self._carry(target, source, piece, view))
@@ -278,6 +291,8 @@ class Transaction:
         with self._lock:
             self._require_open()
             self._require_whole(step)
+            if self._promises and not background:
+                raise StoreError(f"{', '.join(self._promises)}: promised writes are for a commit in the background")
             if background and not self.in_place:
                 self.state = TransactionState.LANDING
                 self._owner.land(Landing(lambda: self._land_or_drop(step, remembered, durable, landed)))
@@ -296,9 +311,11 @@ class Transaction:
 
     def _land(self, step: int, meta: Mapping[str, Any], durable: bool) -> None:
         """Wait for the writes and make it current. In the background the lock is held only for what others look at."""
-        while (oldest := self._oldest()) is not None:
-            oldest.handle.wait()
-            self._over(oldest)
+        self._drain_writes()
+        for promise in self._promises.values():
+            promise.wait()
+            self._drain_writes()
+        self._require_whole(step)
         for target in self._targets():
             self._finish_target(target, durable)
         self._owner.publish(self._targets(), step, meta, durable)
@@ -312,6 +329,13 @@ class Transaction:
             raise
         landed()
 
+    def _drain_writes(self) -> None:
+        """Wait for those that are under way, and begin the reads that waited for them."""
+        while (oldest := self._oldest()) is not None:
+            oldest.handle.wait()
+            self._over(oldest)
+        self._begin_late()
+
     def _oldest(self) -> PendingWrite | None:
         with self._lock:
             return self._pending.oldest()
@@ -320,6 +344,10 @@ class Transaction:
         """A write has succeeded: begin the reads that waited for it."""
         with self._lock:
             self._pending.remove(write)
+        self._begin_late()
+
+    def _begin_late(self) -> None:
+        with self._lock:
             for late in self._late:
                 if late.ready:
                     late.begin()
@@ -353,6 +381,14 @@ class Transaction:
     def _require_open(self) -> None:
         if self.state is not TransactionState.OPEN:
             raise StoreError(f"the transaction of generation {self.id} is {self.state}: begin() another")
+
+    def _require_writable(self, shard: str) -> None:
+        if not (self.state is TransactionState.LANDING and self._is_awaited(shard)):
+            self._require_open()
+
+    def _is_awaited(self, shard: str) -> bool:
+        promise = self._promises.get(shard)
+        return promise is not None and not promise.kept
 
     def _targets(self) -> list[Target]:
         return [self._main] if self._frozen is None else [self._main, self._frozen]
@@ -444,52 +480,9 @@ class Transaction:
         old = target.slot
         new = self._owner.replace_slot(old, stripe, error)
         try:
-            move(old, new, target.sums, lost)
+            move_written(old, new, target.sums, lost)
         except (OSError, StoreError) as second:
             raise fault(error, f"a write (and moving to another path: {second})") from second
         target.slot = new
         target.sums = target.sums.relaid(new.layout)
         self._owner.discard_slot(old)
-
-
-def _in_source(source: Source, extent: PlaneExtent, offset: int, nbytes: int) -> tuple[PlaneExtent, int, int]:
-    """Where bytes of a plane are in the generation before. Raises StoreError where they are not."""
-    record = source.slot.record
-    kept = None if extent.shard in record.left_out else source.slot.layout.extent(extent.shard, extent.plane)
-    if kept is None or extent.front + offset < kept.front:
-        raise StoreError(f"{source.title} does not hold {extent.title}: write it, nothing can be carried over")
-    return kept, extent.front + offset - kept.front, nbytes
-
-
-def move(old: Slot, new: Slot, sums: ChunkSums, lost: Sequence[PendingWrite]) -> None:
-    """Copy what is written of one slot to another with other stripes, checking it; `lost` bytes are left out.
-
-    Bytes that nobody wrote may be copied along: they are written before a commit, or there is none.
-    """
-    chunk_bytes = old.layout.chunk_bytes
-    bad: set[int] = set()
-    for write in lost:
-        extent = old.layout.extent(write.extent.shard, write.extent.plane)
-        last = (write.offset + write.nbytes - 1) // chunk_bytes
-        bad |= {extent.first_chunk + chunk for chunk in range(write.offset // chunk_bytes, last + 1)}
-    # A chunk that is lost only in part still has good bytes: copied, but not checked.
-    ranges = [
-        (extent, chunk * chunk_bytes, sums.chunk_bytes(extent, chunk))
-        for extent in old.layout.extents.values()
-        for chunk in range(extent.num_chunks)
-        if (sums.state(extent.first_chunk + chunk) != ChunkState.ABSENT or sums.in_doubt(extent.first_chunk + chunk))
-        and not (
-            extent.first_chunk + chunk in bad
-            and any(write.covers(extent, chunk * chunk_bytes, sums.chunk_bytes(extent, chunk)) for write in lost)
-        )
-    ]
-
-    def sink(piece: Piece, view: memoryview) -> TransferHandle:
-        index = piece.extent.first_chunk + piece.offset // chunk_bytes
-        if index not in bad and sums.state(index) is ChunkState.KNOWN and not sums.in_doubt(index):
-            check_chunks(old, sums, piece.extent, piece.offset, view, "a generation being written")
-        extent = new.layout.extent(piece.extent.shard, piece.extent.plane)
-        return TransferHandle(new.write(extent, piece.offset, view, Priority.WRITE_BACK), view)
-
-    with Scratch(chunk_bytes, 4 * chunk_bytes) as scratch:
-        pump(reader(old), cut(ranges, chunk_bytes, chunk_bytes), scratch, sink)
