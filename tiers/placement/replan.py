@@ -12,6 +12,8 @@ from .question import PlacementQuestion
 
 WORTH_MOVING = 0.05
 """A new placement must promise to make a step shorter by this share before anything is moved."""
+WORTH_MOVING_AT_FIRST = 0.02
+"""The same once the passes were measured: the first placement was made without knowing anything of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +29,8 @@ class Revision:
     """Under the present placement."""
     lower_bound_s: float
     better: Choice | None
+    worth: float = WORTH_MOVING
+    """By what share a step must become shorter."""
 
     def __str__(self) -> str:
         what = (
@@ -36,7 +40,7 @@ class Revision:
         )
         told = f"{what}: a step now takes {self.expected_step_s:.3f} s, at best {self.lower_bound_s:.3f} s"
         if self.better is None:
-            return f"{told}; the placement stays, since no other would be {WORTH_MOVING:.0%} faster"
+            return f"{told}; the placement stays, since no other would be {self.worth:.0%} faster"
         return f"{told}; another placement would take {self.better.predicted.step_s:.3f} s"
 
 
@@ -59,13 +63,16 @@ class Replanner:
 
     def with_times(self, times: ComputeTimes) -> Revision:
         """Reckon with these times of computing from now on."""
-        return self._revise(replace(self.choice.question, times=times), "")
+        before = self.choice.question.times
+        known = any(before.forward_s) or any(before.backward_s)
+        worth = WORTH_MOVING if known else WORTH_MOVING_AT_FIRST
+        return self._revise(replace(self.choice.question, times=times), "", worth)
 
-    def _revise(self, question: PlacementQuestion, link: str) -> Revision:
+    def _revise(self, question: PlacementQuestion, link: str, worth: float = WORTH_MOVING) -> Revision:
         expected = question.predict(self.choice.placement)
         other = choose(question)
         gain = 1 - other.predicted.step_s / expected.step_s if expected.step_s else 0.0
-        better = other if gain >= WORTH_MOVING and other.placement.homes != self.choice.placement.homes else None
+        better = other if gain >= worth and other.placement.homes != self.choice.placement.homes else None
         self.choice = replace(self.choice, question=question, predicted=expected)
         revision = Revision(
             link=link,
@@ -73,6 +80,7 @@ class Replanner:
             expected_step_s=expected.step_s,
             lower_bound_s=expected.lower_bound_s,
             better=better,
+            worth=worth,
         )
         self.revisions.append(revision)
         return revision
