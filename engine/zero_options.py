@@ -44,13 +44,15 @@ def zero_options(
     if separate:
         # The update runs on the CPU, so its state is not kept in a GPU's memory; the plan shows where it went.
         state_tiers, state_shares = _off_device(state_tiers, state_shares)
+    overlap = _overlap(settings, problems) and not in_memory
     wishes = Wishes(
         param_tiers=param_tiers,
         param_shares=param_shares,
         state_tiers=state_tiers,
         state_shares=state_shares,
         divide_state=not tiers.keep_state,  # a later process finds what is on NVMe, and nothing else
-        overlap_update=_overlap(settings, problems) and not in_memory,
+        overlap_update=overlap,
+        late_updates=overlap and settings.world_size == 1 and not separate and tiers.verify != "always",
         separate_device=separate,
         saved_input_bytes=(tiers.activation_bytes or 0) if settings.activations in ("host", "nvme") else 0,
         in_place_tiers=_in_place_tiers(settings, separate=separate),

@@ -240,6 +240,8 @@ class ZeroRuntime:
 
     def homes_changed(self) -> None:
         """Let everything that goes by homes take up the present ones. Between two steps."""
+        for segment in self.segments:
+            segment.late = self.placement.homes[segment.name].late
         self.early_updates.homes_changed()
         self.gradients.reserve(self.early_updates.transient_gradients(self.placement.homes))
         if self.collector is not None:

@@ -41,6 +41,8 @@ class HeldHandle:
 class HeldStore:
     """Store and transaction in one; what is to be held is decided by name."""
 
+    version = 0
+
     def __init__(self, held: Callable[[str], bool]) -> None:
         self._holds = held
         self._let_go: dict[str, OSError | None] = {}

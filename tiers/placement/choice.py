@@ -30,6 +30,10 @@ WORTH_IT = 0.005
 WORTH_SEEKING = 0.03
 """Of all assignments, those are looked at that may be this much faster than the best; MAX_ASSIGNMENTS at most."""
 MAX_ASSIGNMENTS = 40
+LATE_COUNTS = (1, 2, 3, 4, 6)
+"""So many updates are tried to be late."""
+LATE_SKIPPED = (0, 2)
+"""So many of those whose gradients are final first are not: else the disk has nothing to do until the others' are."""
 FEW_DIVIDED = 3
 """States of which all are divided at a time."""
 QUARTERS = (0.0, 0.25, 0.5, 0.75)
@@ -73,6 +77,7 @@ def choose(question: PlacementQuestion, *, present: Mapping[str, Home] | None = 
         else:
             while search.look_at(search.ordered(_neighbours(question, search.order))):
                 pass
+        search.look_at((order, question.place(order)) for order in _with_late_updates(question, search.order))
     return search.outcome()
 
 
@@ -187,6 +192,14 @@ def _starts(question: PlacementQuestion) -> Iterator[Order]:
     for segments in (large, large[::-1], range(len(large))[::-1]):
         yield Order(first=tuple(Claim(index, state) for state in (False, True) for index in segments))
         yield states_first(segments)
+
+
+def _with_late_updates(question: PlacementQuestion, order: Order) -> Iterator[Order]:
+    """An order with some of the updates late whose gradients are final first: a forward pass uses them last."""
+    late = [i for i in reversed(range(len(question.segments))) if question.placer.may_be_late(question.segments[i])]
+    for skipped in LATE_SKIPPED:
+        for count in (count for count in LATE_COUNTS if skipped + count <= len(late)):
+            yield replace(order, late=tuple(late[skipped : skipped + count]))
 
 
 def _neighbours(question: PlacementQuestion, order: Order) -> Iterator[Order]:

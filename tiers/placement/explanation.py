@@ -85,6 +85,8 @@ def explain(choice: Choice) -> Explanation:
         where = f"parameters on {home.param}, optimizer state on {home.state}"
         if home.kept:
             where += f" but for {home.kept / segment.shard_numel:.0%} of it, which is on {home.kept_on}"
+        if home.late:
+            where += ", updated under the next forward pass"
         homes[where] = homes.get(where, 0) + 1
     return Explanation(
         homes=homes,
@@ -132,6 +134,9 @@ def _order_of_memory(choice: Choice) -> Iterator[str]:
         what = (
             "optimizer states before parameters" if swapped else "other segments than those at the front of the model"
         )
+        late = sum(home.late for home in choice.placement.homes.values())
+        if late:
+            what = f"gradients of {late} segments, so that their updates run under the next forward pass"
         yield f"memory goes to {what}: {taken:.3f} s against {choice.usual_s:.3f} s the usual way round"
     elif choice.other_s is not None:
         yield (

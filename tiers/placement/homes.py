@@ -94,6 +94,7 @@ class Wishes:
     in_place_tiers: tuple[Tier, ...] = (Tier.DEVICE, Tier.HOST)  # where compute can use parameters as they lie
     param_shares: Shares = ()  # of the tiers above; empty: budgets decide
     state_shares: Shares = ()
+    late_updates: bool = False  # the gradients of some groups may be kept, to be used under the next forward pass
     divide_state: bool = True  # budgets may divide the state of a segment between memory and NVMe
 
 
@@ -102,15 +103,19 @@ class Home:
     """Where one segment lives between uses: its parameters, and all that its optimizer keeps.
 
     ``kept``: of a state on NVMe, the elements at the front of this rank's shard whose state lies in memory all the same, on
-    ``kept_on``. Their parameters must be at home in memory, since NVMe has nothing of them.
+    ``kept_on``. Their parameters must be at home in memory, since NVMe has nothing of them. ``late``: the gradient is kept until
+    the step, and the update runs under the next forward pass; see [Note: late updates] in zero/step/update.py.
     """
 
     param: Tier
     state: Tier
     kept: int = 0
     kept_on: Tier = Tier.HOST
+    late: bool = False
 
     def __post_init__(self) -> None:
+        if self.late and ((self.param, self.state) != (Tier.NVME, Tier.NVME) or self.kept):
+            raise ValueError(f"late updates are of what is on nvme only, not of {self.param} and {self.state}")
         if self.kept and (self.state is not Tier.NVME or Tier.NVME in (self.param, self.kept_on)):
             raise ValueError(
                 f"{self.kept:,} elements' state on {self.kept_on}, the others' on {self.state}, parameters on {self.param}: "

@@ -25,12 +25,14 @@ class Claim(NamedTuple):
 class Order:
     """``first`` and ``last`` are served before and after all others, which come as usual: parameters, then states, both from the
     front of the model. ``window``: so many of the largest fetched groups find room at the same time, where the budget allows it.
-    ``divide``: the first state that does not fit may be divided."""
+    ``divide``: the first state that does not fit may be divided. ``late``: segments whose gradients are kept, so that their
+    updates run under the next forward pass; they stay on NVMe."""
 
     first: tuple[Claim, ...] = ()
     last: tuple[Claim, ...] = ()
     window: int = 3
     divide: bool = True
+    late: tuple[int, ...] = ()
 
     def with_first(self, *claims: Claim) -> "Order":
         """These before all others."""

@@ -63,6 +63,7 @@ class Placer:
         window = max(min(order.window, needs.num_fetched), 1)
         while window > 1 and not self._fits(needs, window):
             window -= 1
+        self._hold(needs, order.late, window)
         for claim in order.first:
             self._serve(needs, claim, window)
         named = order.named
@@ -200,7 +201,7 @@ class Placer:
     def _param_at(self, s: SegmentSize, home: Home, tier: Tier) -> Home:
         """A segment's home with its parameters on a tier, where they are free to go there."""
         bound = s.persistent or s.name in self.fixed or bool(self.wishes.param_shares)
-        return home if bound or (home.kept and tier is Tier.NVME) else replace(home, param=tier)
+        return home if bound or home.late or (home.kept and tier is Tier.NVME) else replace(home, param=tier)
 
     def _all_params(self, needs: Needs, but: AbstractSet[tuple[int, bool]]) -> Needs | None:
         """All parameters but for some at once on the fastest tier that holds them; None where no tier does."""
@@ -229,6 +230,19 @@ class Placer:
             if needs.homes[s.name] != homes[s.name]:
                 needs.move(s, homes[s.name])
         return needs
+
+    def may_be_late(self, s: SegmentSize) -> bool:
+        """Whether a segment's update may come late: nothing of it is in memory, and its gradient comes as a whole."""
+        home = self._slow.homes[s.name]
+        free = s.trained and s.block and s.name not in self.fixed
+        return self.wishes.late_updates and free and home.param is home.state is Tier.NVME
+
+    def _hold(self, needs: Needs, late: Iterable[int], window: int) -> None:
+        """Keep the gradients of these, as far as they fit."""
+        for s in (self.segments[index] for index in late):
+            before = needs.move(s, replace(needs.homes[s.name], late=True))
+            if not self._fits(needs, window):
+                needs.move(s, before)
 
     # -- one segment at a time -----------------------------------------------------------------------------------------
 

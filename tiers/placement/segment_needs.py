@@ -35,6 +35,7 @@ def segment_needs(s: SegmentSize, home: Home, wishes: Wishes) -> SegmentNeeds:
     elif s.trained and on_nvme:
         stored = param
     kept = wishes.retain_gradients or not wishes.overlap_update or home.state is not Tier.NVME or home.kept > 0
+    kept = kept or home.late
     return SegmentNeeds(
         device_params=s.home_bytes if home.param is Tier.DEVICE else 0,
         host_params=s.home_bytes if home.param is Tier.HOST else 0,

@@ -74,20 +74,9 @@ class Simulation:
 
     def as_dict(self) -> dict[str, object]:
         """Plain data for JSON, without the single uses."""
-        names = [
-            *(
-                "step_s",
-                "passes_s",
-                "update_s",
-                "busy_s",
-                "idle_s",
-                "stalled_s",
-                "read_bytes",
-                "written_bytes",
-                "fetches",
-            ),
-            *("peak_bytes", "peak_window_bytes", "peak_ahead_bytes", "lower_bound_s", "barrier_bound_s"),
-        ]
+        moved = ("read_bytes", "written_bytes", "fetches", "peak_bytes", "peak_window_bytes", "peak_ahead_bytes")
+        times = ("step_s", "passes_s", "update_s", "busy_s", "idle_s", "stalled_s", "lower_bound_s", "barrier_bound_s")
+        names = (*times, *moved)
         return {name: getattr(self, name) for name in names} | {"ratio": self.ratio, "binding": self.binding}
 
 
@@ -200,7 +189,9 @@ class _Machine:
         for update in step.updates:
             if update.after is not None:
                 self._early.setdefault(update.after, []).append(update)
-        self._late = [update for update in step.updates if update.after is None]
+        self._at_end = [update for update in step.updates if update.after is None and not update.late]
+        self._late = [update for update in step.updates if update.late]
+        self._late_written: dict[int, Signal] = {}
 
     def _timetable(self) -> Timetable | None:
         """Of the accesses that are fetched for; in between, the others compute."""
@@ -253,11 +244,14 @@ class _Machine:
                 for update in self._early.get(index, ()):
                     yield from self._submit(update)
             self.totals.passes_ended = self.queue.now
-            for update in self._late:
+            for update in self._at_end:
                 self.open_gradients += update.gradient_bytes
                 yield from self._submit(update)
             self.totals.peak_gradients = max(self.totals.peak_gradients, self.open_gradients)
             yield from self.updater.finish()
+            for update in self._late:
+                yield from self._submit(update)
+                self._late_written[update.group] = self.queue.start(self.updater.written(update))
             self._landed = self.queue.start(self._land(step))
             yield from self._settle_copies()
             self.result = self._finish()
@@ -269,6 +263,8 @@ class _Machine:
 
     def _land(self, step: int) -> Process:
         """The last writes of a step and its commit: see tiers/nvme/landing.py."""
+        for update in self._late:
+            yield self._late_written[update.group]
         yield from self.updater.last_writes()
         if self.step.commit_s:
             began = self.queue.now
@@ -373,6 +369,8 @@ class _Machine:
 
     def _transfer(self, group: int, seat: _Seat, priority: Priority) -> Process:
         model = self.step.groups[group]
+        if group in self._late_written:
+            yield self._late_written[group]
         if model.read_bytes and self.disk is not None:
             seconds, latency = self.disk.read_s(model.read_bytes), self.disk.read.latency_s
             yield self.disk_channel.serve(READ, seconds, priority=priority, latency_s=latency)
@@ -420,7 +418,7 @@ class _Machine:
 
     def _renew(self, update: UpdateModel) -> None:
         """New parameters are written into the copy, if it is still the one that was there when the update was asked for."""
-        if self._copies[id(update)] is not self.seats.get(update.group):
+        if not update.late and self._copies[id(update)] is not self.seats.get(update.group):
             self._copies[id(update)] = None
 
     def _settle_copies(self) -> Process:

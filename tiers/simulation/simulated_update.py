@@ -54,6 +54,7 @@ class SimulatedUpdater:
         self._renew = renew
         self.open_jobs = 0
         self._writes: list[tuple[Signal, int]] = []  # under way, with their bytes
+        self._written_by: dict[int, list[Signal]] = {}  # the same of each job
         self._jobs: deque[UpdateModel] = deque()
         self._parts: deque[tuple[UpdateModel, SubGroup, bool]] = deque()
         self._free = buffer_count
@@ -74,6 +75,7 @@ class SimulatedUpdater:
     def submit(self, update: UpdateModel) -> None:
         self.open_jobs += 1
         self._jobs.append(update)
+        self._written_by[id(update)] = []
         self._submitted[id(update)] = update, self.queue.now
         self._wake()
 
@@ -95,6 +97,12 @@ class SimulatedUpdater:
         while self.open_jobs:
             yield self._progress
         self.late_bytes = sum(nbytes for write, nbytes in self._writes if not write.fired)
+
+    def written(self, update: UpdateModel) -> Process:
+        """Until all of one job is written."""
+        while len(self._written_by[id(update)]) < len(update.sub_groups):
+            yield self._progress
+        yield from self._written_by[id(update)]
 
     def last_writes(self) -> Process:
         """Until what is being written now is written."""
@@ -185,6 +193,7 @@ class SimulatedUpdater:
             written = _fired(self.queue.now)
         under_way = ((write, nbytes) for write, nbytes in self._writes if not write.fired)
         self._writes = [*under_way, (written, flight.part.write_bytes)]
+        self._written_by[id(flight.update)].append(written)
         self._note("host->nvme: optimizer", flight.update.name, flight.part.write_bytes, written)
         if flight.is_last:
             self._job_done(flight.update)

@@ -51,7 +51,8 @@ class UpdateModel:
     ``after``: the access whose compute ends with the gradient final; None: only the step's end starts it. ``streams``: it
     goes through update buffers. ``group``: whose fetched parameters it updates, -1 when they are not fetched. ``renews``: the
     copy of that group is in its reach, so that it takes the old parameters from there and writes the new ones there, too;
-    else the copy is stale afterwards. ``gradient_bytes`` are taken while its gradient is open.
+    else the copy is stale afterwards. ``gradient_bytes`` are taken while its gradient is open. ``late``: the step does not
+    wait for it; the next fetch of its group does.
     """
 
     name: str
@@ -61,6 +62,7 @@ class UpdateModel:
     after: int | None = None
     streams: bool = True
     gradient_bytes: int = 0
+    late: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,8 +114,8 @@ class StepModel:
 
     @property
     def early(self) -> bool:
-        """Whether any update starts before the passes have ended."""
-        return any(update.after is not None for update in self.updates)
+        """Whether any update runs under the passes."""
+        return any(update.after is not None or update.late for update in self.updates)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,10 +190,10 @@ def model_step(
         home = placement.homes[segment.name]
         early = overlap_update and home.state is Tier.NVME and not separate_device
         after, gradient = None, segment.shard_bytes(segment.grad_itemsize)
-        if not early or retain_gradients or home.kept:
+        if not early or retain_gradients or home.kept or home.late:
             kept_gradients += gradient
             gradient = 0
-        if early:
+        if early and not home.late:
             after = last[segment.group] if segment.block else end
         if home.kept:  # what is in memory cannot be undone, so it waits for the step
             front = SubGroup(adam_s=home.kept / times.adam_elements_per_s)
@@ -201,7 +203,8 @@ def model_step(
                 name=segment.name,
                 sub_groups=_sub_groups(segment, home, placement.sub_group_numel, times),
                 group=-1 if home.param in in_place_tiers or segment.persistent else segment.group,
-                renews=home.param is Tier.NVME and not separate_device and not home.kept,
+                renews=home.param is Tier.NVME and not separate_device and not home.kept and not home.late,
+                late=home.late,
                 after=after,
                 streams=Tier.NVME in (home.state, home.param),
                 gradient_bytes=gradient,
@@ -210,7 +213,7 @@ def model_step(
     window = placement.device_items.get("window of fetched groups", 0)
     host_others = kept_gradients + sum(size for name, size in placement.host_items.items() if name != "gradients")
     largest = max((update.gradient_bytes for update in updates), default=0)
-    updates.sort(key=lambda update: end + 1 if update.after is None else update.after)
+    updates.sort(key=lambda update: end + 1 + update.late if update.after is None else update.after)
     return StepModel(
         groups=tuple(groups),
         accesses=tuple(accesses),

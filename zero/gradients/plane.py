@@ -125,6 +125,17 @@ class GradientPlane:
             self._flat.copy_(reduced)
         self.arrived |= slots
 
+    def part(self) -> "GradientPlane":
+        """Another plane with all that this one has, which starts an empty window without memory."""
+        other = GradientPlane(self.segment, self.dtype)
+        other.arrived, self.arrived = self.arrived, set()
+        other.residency, self.residency = self.residency, None
+        other._block, other._give_back, self._block = self._block, self._give_back, None
+        other._flat, self._flat = self._flat, None
+        other._copies, self._copies = self._copies, []
+        self.release()
+        return other
+
     def settle(self) -> None:
         """Wait until every gradient has come down from the accelerator."""
         for event in self._copies:

@@ -27,6 +27,7 @@ class Gradients:
         self._own: dict[int, Block] = {}
         self._shared: list[Block] = []
         self._spill: Spill | None = None  # see [Note: spilled gradients]
+        self._held: dict[int, GradientPlane] = {}
 
     def reserve(self, transient: Set[int]) -> None:
         """Take the memory that the placement planned, so that later nothing else can lie in its way.
@@ -95,6 +96,11 @@ class Gradients:
         plane.load()
         return plane
 
+    def hold(self, segment: Segment) -> GradientPlane:
+        """A segment's gradients, to be used after their window is over, and released then; it starts an empty one."""
+        held = self._held[id(segment)] = self.planes[id(segment)].part()
+        return held
+
     def spill_to(self, scratch: Scratch) -> None:
         """Use a scratch file from now on; it has room for all planes, each from a multiple of 4096 bytes on."""
         self._spill = Spill(self.planes, scratch, give_memory=self._give_memory, try_memory=self._try_memory)
@@ -103,6 +109,9 @@ class Gradients:
         return self._arena.try_alloc(plane.nbytes, f"gradient of {plane.segment.name}")
 
     def _give_memory(self, plane: GradientPlane) -> None:
+        held = self._held.pop(id(plane.segment), None)
+        while held is not None and held.present and self.wait_for_room():
+            pass
         own = self._own.get(id(plane.segment))
         if own is not None:
             plane.attach(own, lambda _: None)

@@ -22,7 +22,7 @@ class Segment:
     tier is memory: the whole layout when they are ``replicated``, else this rank's shard. ``in_place``: compute uses
     ``home`` itself. ``persistent``: compute always can, on every rank and stage. ``state`` holds a block per plane where
     the optimizer state is in memory: of the whole shard, or, with the others' state on NVMe, of the ``kept`` elements at its
-    front, of which the store then has nothing.
+    front, of which the store then has nothing. ``late``: see [Note: late updates] in update.py.
 
     With an accelerator the device tier is its memory, which the update on the CPU cannot reach. Parameters at home there
     are ``device_home``, and the update works on a copy: a plane of ``state``, or what it reads from NVMe.
@@ -41,6 +41,7 @@ class Segment:
     state_tier: Tier = Tier.HOST
     kept: int = 0
     kept_on: Tier = Tier.HOST
+    late: bool = False
     device: Accelerator | None = None
     in_place: bool = True
     replicated: bool = True
@@ -129,10 +130,10 @@ class Segment:
     def copy_renewable(self) -> bool:
         """Whether an update can write into a fetched copy: it reaches the memory, and has the parameters in a buffer.
 
-        Not where an optimizer of torch makes the update, not on an accelerator, and not where the parameters, or some of
-        them, are at home in host memory, from where a copy costs no read.
+        Not where an optimizer of torch makes the update, or it comes late, not on an accelerator, and not where the parameters,
+        or some of them, are at home in host memory, from where a copy costs no read.
         """
-        reached = self.device is None and not self.client and not self.kept
+        reached = self.device is None and not self.client and not self.kept and not self.late
         return reached and not self.in_place and self.param_tier is Tier.NVME
 
     @property

@@ -175,7 +175,7 @@ class Migration:
 
     def _come_home(self, segment: Segment, block: Block, tier: Tier) -> None:
         segment.home = block
-        self._runtime.residence.settle(segment, replace(home_of(segment), param=tier))
+        self._runtime.residence.settle(segment, replace(home_of(segment), param=tier, late=False))
         if segment.in_place:
             segment.bind(block, 0)
             if segment.flat is not None and segment.nbytes:

@@ -9,7 +9,13 @@ from lamina.zero.options import ZeroOptions
 
 def home_of(segment: Segment) -> Home:
     """Where a segment lives."""
-    return Home(param=segment.param_tier, state=segment.state_tier, kept=segment.kept, kept_on=segment.kept_on)
+    return Home(
+        param=segment.param_tier,
+        state=segment.state_tier,
+        kept=segment.kept,
+        kept_on=segment.kept_on,
+        late=segment.late,
+    )
 
 
 def why_all_stays(options: ZeroOptions, placement: Placement) -> str | None:

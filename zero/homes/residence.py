@@ -72,7 +72,7 @@ class Residence:
     def settle(self, segment: Segment, home: Home) -> None:
         """Note where a segment is at home, and whether compute can use it there."""
         segment.param_tier, segment.state_tier = home.param, home.state
-        segment.kept, segment.kept_on = home.kept, home.kept_on
+        segment.kept, segment.kept_on, segment.late = home.kept, home.kept_on, home.late
         segment.in_place = segment.persistent or home.param in self.options.wishes.in_place_tiers
 
     def arena(self, tier: Tier) -> Arena:

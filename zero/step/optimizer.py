@@ -121,6 +121,7 @@ class TieredAdam(PlainOptimizer):
         self._updated: dict[int, frozenset[int]] = {}
         self._jobs: dict[int, UpdateJob] = {}  # the last one of each segment in this window
         self._group_of: dict[int, int] = {}  # index of each parameter's param group, found when it is asked for
+        self._late = False  # whether the last step's commit may wait for updates
         self.migration: Migrating | None = None
         self.copies: Copies | None = None
         self.clip_norm = clip_norm
@@ -209,8 +210,15 @@ class TieredAdam(PlainOptimizer):
         )
 
     def _update_all(self, multiplier: float) -> int:
-        """Update what was not updated early, and again what was updated with other numbers; returns how many of those."""
+        """Update what was not updated early, and again what was updated with other numbers; returns how many of those. Late
+        updates are asked for."""
+        if self._store is not None and self._late:
+            self._store.settle()  # what went wrong with the last step's late updates is told before anything is changed
+            self._late = False
+        late = self._late_segments()
         for segment in self._segments:
+            if segment in late:
+                continue
             plane, started = self._gradients[segment], id(segment) in self._early
             if plane.arrived and (segment.kept or not started):
                 runs = self._runs(plane, plane.arrived)
@@ -226,7 +234,17 @@ class TieredAdam(PlainOptimizer):
             runs = self._runs(plane, plane.arrived)
             self._submit(plane, runs, multiplier, release=True, from_store=True, in_place=False)
         self._updater.finish()
+        for segment in late:
+            plane = self._gradients[segment]
+            self._submit(plane, self._runs(plane, plane.arrived), multiplier, release=True, late=True)
+        self._late = bool(late)
         return len(stale)
+
+    def _late_segments(self) -> list[Segment]:
+        """Those whose update the step need not wait for. None while state moves: that commit is waited for."""
+        if self.migration is not None and self.migration.under_way:
+            return []
+        return [segment for segment in self._segments if segment.late and self._gradients[segment].arrived]
 
     def grad_norm(self) -> float:
         """Global norm of the accumulated gradients, the same wherever they lie. Collective."""
@@ -259,6 +277,7 @@ class TieredAdam(PlainOptimizer):
         in_place: bool = True,
         stored: bool = True,
         copy_in_use: bool = False,
+        late: bool = False,
     ) -> None:
         def done(job: UpdateJob) -> None:
             if release:
@@ -267,9 +286,12 @@ class TieredAdam(PlainOptimizer):
         copy = None if copy_in_use else self._copy_to_renew(plane.segment)
         if copy is None and self._ranks.world_size > 1 and not plane.segment.updated_where_used:
             from_store = True  # see [Note: copies on several ranks]
+        transaction = self._open_transaction(plane.segment)
+        self._updated[id(plane.segment)] = frozenset(plane.arrived)
+        promised = late and transaction is not None
         job = UpdateJob(
             segment=plane.segment,
-            gradient=plane,
+            gradient=self._gradients.hold(plane.segment) if promised else plane,
             runs=runs,
             grad_multiplier=multiplier,
             done=done,
@@ -277,10 +299,10 @@ class TieredAdam(PlainOptimizer):
             in_place=in_place,
             stored=stored,
             copy=copy,
+            promise=transaction.promise(plane.segment.name) if promised and transaction is not None else None,
         )
-        self._updated[id(plane.segment)] = frozenset(plane.arrived)
         self._jobs[id(plane.segment)] = job
-        self._updater.submit(job, self._open_transaction(plane.segment))
+        self._updater.submit(job, transaction)
 
     def _copy_to_renew(self, segment: Segment) -> "weakref.ref[torch.Tensor] | None":
         if self.copies is None or not segment.copy_renewable or segment.flat is None:
@@ -350,6 +372,8 @@ class TieredAdam(PlainOptimizer):
                 self._settle_copies()
                 self._updater.read_ahead()
         finally:
+            if self._late and not committed:
+                self._updater.settle()  # late updates still write into what is dropped
             if transaction is not None:
                 transaction.abort()  # does nothing after a commit
                 if not committed and self.migration is not None:

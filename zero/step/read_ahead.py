@@ -78,7 +78,16 @@ class ReadAhead:
             staging, offsets = free.popleft(), buffer_offsets(segment, end - begin)
             try:
                 # After everything else: nothing waits for it yet.
-                handles = start_reads(self._store, segment, begin, end, staging, offsets, priority=Priority.WRITE_BACK)
+                handles = start_reads(
+                    self._store,
+                    segment,
+                    begin,
+                    end,
+                    staging,
+                    offsets,
+                    priority=Priority.WRITE_BACK,
+                    version=self._version,
+                )
             except (OSError, RuntimeError, LookupError, ValueError):
                 # Nobody asked for it yet, and it may have moved: whoever asks for it reads it again and is told.
                 free.append(staging)
@@ -96,12 +105,12 @@ class ReadAhead:
                 )
             )
 
-    def take(self, segment: Segment, begin: int, end: int, offsets: dict[Plane, int]) -> Early | None:
-        """What was read ahead for this sub-group; None where that is not what comes next."""
+    def take(self, segment: Segment, begin: int, end: int, offsets: dict[Plane, int], *, version: int) -> Early | None:
+        """What was read ahead for this sub-group; None where that is not what comes next, or of another ``version``."""
         first = self._waiting[0] if self._waiting else None
         if first is None or first.segment is not segment or (first.begin, first.end) != (begin, end):
             return None
-        if first.offsets != offsets or self._store is None or first.version != self._store.version:
+        if first.offsets != offsets or first.version != version:
             return None
         return self._waiting.popleft()
 
@@ -142,9 +151,10 @@ def start_reads(
     offsets: dict[Plane, int],
     *,
     priority: Priority,
+    version: int | None = None,
 ) -> list[TransferHandle]:
-    """Begin to read elements [begin, end) of every plane but the parameters. When one cannot begin nothing touches the buffer
-    any more."""
+    """Begin to read elements [begin, end) of every plane but the parameters; ``version``: see GenerationStore.read. When one
+    cannot begin nothing touches the buffer any more."""
     handles: list[TransferHandle] = []
     if store is None:
         return handles
@@ -153,7 +163,9 @@ def start_reads(
             if spec.plane is not Plane.PARAM:
                 view = staging.view[offsets[spec.plane] :][: (end - begin) * spec.itemsize]
                 where = begin * spec.itemsize
-                handles.append(store.read(segment.name, spec.plane, view, offset=where, priority=priority))
+                handles.append(
+                    store.read(segment.name, spec.plane, view, offset=where, priority=priority, version=version)
+                )
     except BaseException:
         settle(handles)
         raise

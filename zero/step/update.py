@@ -2,6 +2,13 @@
 
 A job is one segment whose gradient is final. Where the optimizer state is in memory the kernel runs on it in place;
 where it is on NVMe the segment streams through a few staging blocks, out of the current generation into the next.
+
+[Note: late updates] There is little to read and write under a forward pass but the update's buffers. So where the disk binds
+the gradients of some groups are kept, of those that a forward pass uses near its end: their jobs come last, and the step does
+not wait for them. Its commit, which goes on in the background anyway, does, and so does whoever reads what they write, above
+all the next fetch of such a group: their writes are promised ([Note: promised writes] in tiers/nvme/landing.py). They are only
+for what memory has no part of, so that everybody who wants to know it reads it from the store. What such a job fails of is
+what the commit fails of.
 """
 
 import queue
@@ -22,19 +29,11 @@ from lamina.zero.groups.fetched_copy import read_copy, renew_copy
 from lamina.zero.groups.segment import Segment
 
 from .core_turns import CoreTurns
+from .flight import Chunk, InFlight, settle_all
 from .read_ahead import Expected, ReadAhead, buffer_offsets, settle, start_reads
 from .update_job import UpdateJob
 
 ROOM = "gradient room"  # what the training thread waits for when the host tier has none for one more gradient
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Chunk:
-    """Elements [begin, end) of the job's shard: one sub-group."""
-
-    job: UpdateJob
-    begin: int
-    end: int
 
 
 @dataclass(kw_only=True)
@@ -54,18 +53,6 @@ class UpdateCounters:
     cached_bytes: int = 0
     ahead_bytes: int = 0
     late_bytes: int = 0
-
-
-@dataclass(kw_only=True)
-class _InFlight:
-    """A chunk in a staging block. Its memory is given to the next one only when ``residency`` allows to evict it."""
-
-    chunk: _Chunk
-    staging: Block
-    offsets: dict[Plane, int]
-    handles: list[TransferHandle]
-    residency: Residency
-    started: float = field(default_factory=time.perf_counter)
 
 
 _STOP = object()
@@ -97,7 +84,8 @@ class Updater:
         self._from_homes: list[TransferHandle] = []  # of them, those out of memory that is not the updater's
         self._error: BaseException | None = None
         self._transaction: Transaction | None = None
-        self._chunks: Iterator[_Chunk] | None = None
+        self._chunks: Iterator[Chunk] | None = None
+        self._late: list[UpdateJob] = []  # that were taken up and are not done
         self._ahead = ReadAhead(self.store, self.sub_group_numel)
         self._submitted: list[Segment] = []
         self._ended = threading.Event()  # a join that Ctrl-C has cut takes the thread for ended ever after
@@ -115,6 +103,7 @@ class Updater:
             self._open_jobs += 1
             self._queued_jobs += 1
             self._transaction = transaction
+        job.version = self.store.version if self.store is not None else 0
         self._submitted.append(job.segment)
         self._queue.put(job)
 
@@ -198,8 +187,8 @@ class Updater:
             self._ended.set()
 
     def _take_turns(self) -> None:
-        reading: deque[_InFlight] = deque()
-        writing: deque[_InFlight] = deque()
+        reading: deque[InFlight] = deque()
+        writing: deque[InFlight] = deque()
         while True:
             try:
                 if not self._turn(reading, writing):
@@ -207,7 +196,7 @@ class Updater:
             except BaseException as error:  # noqa: BLE001 - handed to the training thread by drain()
                 self._fail(error, reading, writing)
 
-    def _turn(self, reading: deque[_InFlight], writing: deque[_InFlight]) -> bool:
+    def _turn(self, reading: deque[InFlight], writing: deque[InFlight]) -> bool:
         """One round of the pipeline; False when the thread is to end."""
         # Jobs in memory need no staging, so the queue is looked at also when there is none. Writes under way are waited for
         # only when their buffers are needed or all are to be over: a job that comes meanwhile can be read at once.
@@ -218,15 +207,18 @@ class Updater:
                 if reading or (writing and (self._draining or self._ahead.unfinished)):
                     break
                 chunk = self._next_chunk(block=True)
+            if chunk is _STOP and any(flight.chunk.job.late for flight in reading):
+                self._queue.put(_STOP)
+                break
             if chunk is _STOP:
-                _settle_all(reading, writing)
+                settle_all(reading, writing)
                 self._free.extend(self._ahead.forget())
                 return False
             if isinstance(chunk, Expected):
                 self._free.extend(self._ahead.forget())
                 self._ahead.expect(chunk.order)
                 continue
-            if isinstance(chunk, _Chunk):
+            if isinstance(chunk, Chunk):
                 reading.append(self._read(chunk))
         if reading:
             self._update_next(reading, writing)
@@ -236,7 +228,7 @@ class Updater:
             self._written(writing)
         return True
 
-    def _update_next(self, reading: deque[_InFlight], writing: deque[_InFlight]) -> None:
+    def _update_next(self, reading: deque[InFlight], writing: deque[InFlight]) -> None:
         # It stays in ``reading`` until its update has succeeded, so that its buffer is not reused under a failed one's I/O.
         writing.append(self._update(reading[0]))
         reading.popleft()
@@ -257,6 +249,8 @@ class Updater:
                 return job
             with self._state:
                 self._queued_jobs -= 1
+            if job.late:
+                self._late.append(job)
             if self._error is not None:
                 self._job_done(job)
             else:
@@ -264,7 +258,7 @@ class Updater:
                     self._update_in_memory(job)
                 self._chunks = self._cut(job)
 
-    def _cut(self, job: UpdateJob) -> Iterator[_Chunk]:
+    def _cut(self, job: UpdateJob) -> Iterator[Chunk]:
         """The sub-groups of what the store has."""
         numel = job.segment.layout.shard_numel
         starts = range(job.segment.numel_in_place, numel if job.stored else 0, self.sub_group_numel)
@@ -273,13 +267,13 @@ class Updater:
             self._unwritten += len(starts)
         if not starts:
             self._job_done(job)
-        return (_Chunk(job=job, begin=s, end=min(s + self.sub_group_numel, numel)) for s in starts)
+        return (Chunk(job=job, begin=s, end=min(s + self.sub_group_numel, numel)) for s in starts)
 
-    def _read(self, chunk: _Chunk) -> _InFlight:
+    def _read(self, chunk: Chunk) -> InFlight:
         """Begin to read the chunk's planes that are on NVMe and are needed to compute, those that were not read ahead."""
         job, segment, numel = chunk.job, chunk.job.segment, chunk.end - chunk.begin
         offsets = buffer_offsets(segment, numel, from_store=job.from_store)
-        early = self._ahead.take(segment, chunk.begin, chunk.end, offsets)
+        early = self._ahead.take(segment, chunk.begin, chunk.end, offsets, version=job.version)
         if early is not None:
             staging, handles = early.staging, early.handles
             if early.started < job.asked_for:
@@ -289,10 +283,17 @@ class Updater:
                 self._free.extend(self._ahead.forget())
             staging = self._free.popleft()
             handles = start_reads(
-                self.store, segment, chunk.begin, chunk.end, staging, offsets, priority=Priority.PREFETCH
+                self.store,
+                segment,
+                chunk.begin,
+                chunk.end,
+                staging,
+                offsets,
+                priority=Priority.PREFETCH,
+                version=job.version,
             )
         fetching = Residency.ABSENT.fetch()
-        flight = _InFlight(chunk=chunk, staging=staging, offsets=offsets, handles=handles, residency=fetching)
+        flight = InFlight(chunk=chunk, staging=staging, offsets=offsets, handles=handles, residency=fetching)
         if Plane.PARAM in offsets and not _is_only_written(Plane.PARAM, job):
             try:
                 self._read_param(flight)
@@ -301,20 +302,22 @@ class Updater:
                 raise
         return flight
 
-    def _read_param(self, flight: _InFlight) -> None:
+    def _read_param(self, flight: InFlight) -> None:
         """Its parameters, too: out of the fetched copy of their group where there is one."""
         chunk, segment = flight.chunk, flight.chunk.job.segment
         itemsize = segment.dtype.itemsize
         view = flight.staging.view[flight.offsets[Plane.PARAM] :][: (chunk.end - chunk.begin) * itemsize]
-        if not chunk.job.from_store and read_copy(segment, chunk.begin, chunk.end, view):
+        if not (chunk.job.from_store or chunk.job.late) and read_copy(segment, chunk.begin, chunk.end, view):
             self.counters.cached_bytes += len(view)
         elif self.store is not None:
-            where = chunk.begin * itemsize
+            where, version = chunk.begin * itemsize, chunk.job.version
             flight.handles.append(
-                self.store.read(segment.name, Plane.PARAM, view, offset=where, priority=Priority.PREFETCH)
+                self.store.read(
+                    segment.name, Plane.PARAM, view, offset=where, priority=Priority.PREFETCH, version=version
+                )
             )
 
-    def _update(self, flight: _InFlight) -> _InFlight:
+    def _update(self, flight: InFlight) -> InFlight:
         """Wait for the reads, run Adam, begin the writes."""
         chunk, job = flight.chunk, flight.chunk.job
         began = time.perf_counter()
@@ -418,7 +421,7 @@ class Updater:
         target = segment.shard_of(segment.flat)[begin : begin + numel]
         segment.device.wait(segment.device.copy_up(target, source, segment.device.mark()))
 
-    def _refresh_cache(self, segment: Segment, flight: _InFlight, chunk: _Chunk) -> None:
+    def _refresh_cache(self, segment: Segment, flight: InFlight, chunk: Chunk) -> None:
         itemsize = segment.dtype.itemsize
         nbytes = (chunk.end - chunk.begin) * itemsize
         offset = flight.offsets[Plane.PARAM]
@@ -431,12 +434,15 @@ class Updater:
             self._job_done(job)
 
     def _job_done(self, job: UpdateJob) -> None:
+        if job.promise is not None:
+            self._late.remove(job)
+            job.promise.keep()
         job.done(job)
         with self._state:
             self._open_jobs -= 1
             self._state.notify_all()
 
-    def _written(self, writing: deque[_InFlight]) -> None:
+    def _written(self, writing: deque[InFlight]) -> None:
         flight = writing[0]
         began = time.perf_counter()
         succeeded = settle(flight.handles)  # what went wrong the transaction tells
@@ -451,26 +457,27 @@ class Updater:
             self._unwritten -= 1
             self._state.notify_all()
 
-    def _fail(self, error: BaseException, reading: deque[_InFlight], writing: deque[_InFlight]) -> None:
-        """Remember the first error, let transfers end, and account for everything that will not be done."""
-        _settle_all(reading, writing)
+    def _fail(self, error: BaseException, reading: deque[InFlight], writing: deque[InFlight]) -> None:
+        """Remember the first error, let transfers end, and account for everything that will not be done. That of late jobs is
+        their commit's, which tells it."""
+        late, self._late = self._late, []
+        for job in late:
+            if job.promise is not None:
+                job.promise.fail(error)
+        settle_all(reading, writing)
         reading.clear()
         writing.clear()
         list(self._ahead.forget())
         self._chunks = None
         self._free = deque(self.staging)
         with self._state:
-            if self._error is None:
+            if self._error is None and not late:
                 self._error = error
             self._unwritten = 0
             self._open_jobs = self._queued_jobs
             self._state.notify_all()
-
-
-def _settle_all(*flights: deque[_InFlight]) -> None:
-    """Wait until no transfer touches a buffer any more; the first error is the one that is told."""
-    for flight in (flight for queued in flights for flight in queued):
-        settle(flight.handles)
+        for job in late:
+            job.done(job)
 
 
 def _is_only_written(plane: Plane, job: UpdateJob) -> bool:

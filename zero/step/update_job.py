@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from lamina.tiers.nvme.landing import Promise
 from lamina.zero.adam.kernels import AdamHyper
 from lamina.zero.gradients.plane import GradientPlane
 from lamina.zero.groups.segment import Segment
@@ -28,7 +29,8 @@ class UpdateJob:
     ``from_store``: take the old parameters from the current generation although a copy is in memory (the copy may
     hold a result that is to be replaced). ``in_place``, ``stored``: update the elements that lie in memory with their state,
     and those that the store has. ``copy``: the flat layout of the group's fetched copy, which takes the new parameters, too, for
-    as long as it is not evicted; None where there is none that may be changed.
+    as long as it is not evicted; None where there is none that may be changed. ``promise``: of its writes, where the commit
+    does not wait for it ([Note: late updates] in update.py). ``version``: the store's, whose values it works on.
     """
 
     segment: Segment
@@ -40,8 +42,15 @@ class UpdateJob:
     in_place: bool = True
     stored: bool = True
     copy: "weakref.ref[torch.Tensor] | None" = None
+    promise: Promise | None = None
+    version: int = 0
     chunks_left: int = 0
     asked_for: float = field(default_factory=time.perf_counter)
+
+    @property
+    def late(self) -> bool:
+        """Whether the generation that it makes is read from already."""
+        return self.promise is not None
 
     @property
     def renewed(self) -> bool:
