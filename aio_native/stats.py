@@ -20,6 +20,10 @@ class DirectionStats:
     """Bytes that went through bounce memory."""
     busy_s: float
     """Time with at least one piece in flight."""
+    alone_s: float
+    """Of it, that with none of the opposite direction; 0 for sync."""
+    alone_bytes: int
+    """Moved in that time."""
     histogram: tuple[int, ...]
     """Pieces by latency: entry i counts those of 2**i to 2**(i+1) microseconds; entry 0 also the faster ones."""
 
@@ -81,6 +85,8 @@ def _direction(native: Any) -> DirectionStats:
         max_latency_s=native.max_latency_ns * 1e-9,
         bounced_bytes=native.bounced_bytes,
         busy_s=native.busy_ns * 1e-9,
+        alone_s=native.alone_ns * 1e-9,
+        alone_bytes=native.alone_bytes,
         histogram=tuple(native.histogram),
     )
 

@@ -37,4 +37,7 @@ void engine_release(struct lamina_engine *engine); /* lock held; gives the lock 
 struct file *file_find(struct lamina_engine *engine, int64_t number); /* lock held; NULL: stale or closing */
 void files_close_all(struct lamina_engine *engine);                   /* nothing runs any more */
 
+/* Adds the time since the last change of what is in flight to *stats, the device's own or a copy. */
+void stats_book(struct lamina_device_stats *stats, const struct device *device, uint64_t now); /* lock held */
+
 #endif

@@ -36,6 +36,7 @@ struct piece {
     int error;
     int force_async; /* the driver was told EAGAIN: let the kernel wait by itself */
     uint64_t started_ns;
+    uint64_t alone_before_ns; /* time of its direction alone, when it started */
     /* What the driver is to do next. */
     int fd;
     int operation; /* enum lamina_operation */

@@ -24,19 +24,15 @@ static struct lamina_direction_stats *direction_stats(struct device *d, int whic
 
 /* Books the time since the last change of what is in flight. */
 static void account_time(struct device *d, uint64_t now) {
-    uint64_t span = now - d->since_ns;
+    stats_book(&d->stats, d, now);
     d->since_ns = now;
-    *(d->stats.inflight ? &d->stats.busy_ns : &d->stats.idle_ns) += span;
-    d->stats.depth_ns += span * d->stats.inflight;
-    for (int i = 0; i < NUM_DIRECTIONS; i++)
-        if (d->inflight[i])
-            direction_stats(d, i)->busy_ns += span;
 }
 
 static void account_start(struct piece *p) {
     struct device *d = p->request->file->device;
     p->started_ns = now_ns();
     account_time(d, p->started_ns);
+    p->alone_before_ns = direction_stats(d, direction(p->request))->alone_ns;
     d->inflight[direction(p->request)]++;
     d->stats.inflight_bytes += p->user_bytes;
     if (++d->stats.inflight > d->stats.max_inflight)
@@ -55,6 +51,9 @@ static void account_finish(struct piece *p, uint64_t good) {
     d->stats.inflight--;
     d->stats.inflight_bytes -= p->user_bytes;
     s->bytes += good;
+    /* It is taken to have got on evenly: disks work at many pieces at once. */
+    double alone = latency ? (double)(s->alone_ns - p->alone_before_ns) / (double)latency : 0;
+    s->alone_bytes += (uint64_t)((double)good * alone);
     s->operations++;
     s->errors += p->error != 0 || good < p->user_bytes;
     s->bounced_bytes += p->bounce ? good : 0;

@@ -10,7 +10,9 @@ struct lamina_direction_stats {
     uint64_t latency_ns;     /* sum */
     uint64_t max_latency_ns; /* worst piece */
     uint64_t bounced_bytes;
-    uint64_t busy_ns; /* time with at least one piece of this direction in flight */
+    uint64_t busy_ns;     /* time with at least one piece of this direction in flight */
+    uint64_t alone_ns;    /* of it, that with none of the opposite one (a sync has none) */
+    uint64_t alone_bytes; /* that it moved in that time */
     uint64_t
         histogram[32]; /* bucket i: latency in [2^i, 2^(i+1)) microseconds, bucket 0 also holds less than 1 */
 };

@@ -184,7 +184,39 @@ def test_counters_add_up(io: AsyncIO, path: Path) -> None:
         assert 0 < device.read.mean_latency_s <= device.read.max_latency_s
         assert device.idle_s >= 0.05
         assert 0 < device.busy_s <= device.read.busy_s + device.write.busy_s + 0.001
+        for direction in (device.read, device.write):  # one after the other
+            assert (direction.alone_bytes, direction.alone_s) == (direction.bytes, direction.busy_s)
         assert stats.as_dict()["backend"] == io.backend
+
+
+def test_what_a_direction_does_alone_is_counted_apart(make_io: MakeIO, path: Path) -> None:
+    io = make_io(inline_bytes=0, max_inflight_bytes=8 * MIB)
+    size = 48 * MIB
+    with AlignedBuffer(2 * size) as buffer, io.open(path, create=True, size=2 * size) as file:
+        io.write(file, buffer.view).wait()
+        before = io.stats().devices[0]
+        io.submit(
+            [
+                request
+                for at in range(0, size, MIB)
+                for request in (
+                    Write(file, buffer.view[at : at + MIB], at),
+                    Read(file, buffer.view[size + at : size + at + MIB], size + at),
+                )
+            ]
+        ).wait()
+        device = io.stats().devices[0]
+    assert device.read.bytes == size
+    assert before.read.busy_s == 0
+    assert before.write.alone_s == before.write.busy_s
+    reads_s, writes_s = device.read.busy_s, device.write.busy_s - before.write.busy_s
+    writes_alone_s = device.write.alone_s - before.write.alone_s
+    mixed_s = reads_s - device.read.alone_s
+    assert mixed_s > 0
+    assert writes_s - writes_alone_s == pytest.approx(mixed_s)
+    assert device.busy_s - before.busy_s == pytest.approx(device.read.alone_s + writes_alone_s + mixed_s)
+    assert device.read.alone_bytes < size, "every piece was for a time beside one of the other direction"
+    assert device.write.alone_bytes - before.write.alone_bytes < size
 
 
 def test_many_threads_may_use_one(io: AsyncIO, path: Path) -> None:

@@ -113,6 +113,8 @@ def stats(*devices: tuple[int, int, float]) -> IOStats:
             max_latency_s=0.0,
             bounced_bytes=0,
             busy_s=0.0,
+            alone_s=0.0,
+            alone_bytes=0,
             histogram=(),
         )
 
