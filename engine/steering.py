@@ -3,10 +3,11 @@
 import json
 import statistics
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from lamina.aio_native import IOStats
-from lamina.tiers import Choice, ComputeTimes, Measured, Placement, Replanner, Revision, SpaceError
+from lamina.aio_native import DirectionStats, IOStats
+from lamina.tiers import Alone, Choice, ComputeTimes, Measured, Placement, Replanner, Revision, SpaceError
 from lamina.tiers.links.bandwidth import DISK
 from lamina.tiers.placement.stripe_balance import DeviceWork, StripeBalance
 from lamina.zero import Ranks, ZeroRuntime
@@ -200,35 +201,65 @@ def slowest(ranks: Ranks, measured: Measured | None, work: StepWork) -> tuple[Me
 
     A rank without a measurement of its disks (``None``) goes by the others'.
     """
-    disk = (measured.read_bytes, measured.written_bytes, measured.busy_s) if measured is not None else (0, 0, -1.0)
+    disk = _numbers(measured) if measured is not None else [0.0] * 6 + [-1.0]
     seconds = (work.forward_s, work.backward_s, work.adam_s, work.commit_s)
-    rows = ranks.gather_numbers([*disk, *seconds, work.parameters], "comparing what a step took")
-    busiest = max(rows, key=lambda row: row[2])
-    if busiest[2] < 0:
+    rows = ranks.gather_numbers([*seconds, work.parameters, *disk], "comparing what a step took")
+    busiest = max(rows, key=lambda row: row[-1])
+    if busiest[-1] < 0:
         return None
-    forward_s, backward_s, adam_s, commit_s = (max(row[column] for row in rows) for column in (3, 4, 5, 6))
-    return (
-        Measured(link=DISK, read_bytes=int(busiest[0]), written_bytes=int(busiest[1]), busy_s=busiest[2]),
-        StepWork(
-            forward_s=forward_s,
-            backward_s=backward_s,
-            adam_s=adam_s,
-            commit_s=commit_s,
-            parameters=int(max(row[7] for row in rows)),
-        ),
+    forward_s, backward_s, adam_s, commit_s, parameters = (max(row[column] for row in rows) for column in range(5))
+    slowest_work = StepWork(
+        forward_s=forward_s, backward_s=backward_s, adam_s=adam_s, commit_s=commit_s, parameters=int(parameters)
+    )
+    return _from_numbers(busiest[5:]), slowest_work
+
+
+def _numbers(measured: Measured) -> list[float]:
+    """What ranks compare of a measurement of their disks; the busy time comes last."""
+    reads, writes = measured.reads_alone, measured.writes_alone
+    alone = [reads.nbytes, reads.seconds, writes.nbytes, writes.seconds]
+    return [measured.read_bytes, measured.written_bytes, *alone, measured.busy_s]
+
+
+def _from_numbers(numbers: Sequence[float]) -> Measured:
+    read_bytes, written_bytes, reads_alone, reads_alone_s, writes_alone, writes_alone_s, busy_s = numbers
+    return Measured(
+        link=DISK,
+        read_bytes=int(read_bytes),
+        written_bytes=int(written_bytes),
+        busy_s=busy_s,
+        reads_alone=Alone(nbytes=int(reads_alone), seconds=reads_alone_s),
+        writes_alone=Alone(nbytes=int(writes_alone), seconds=writes_alone_s),
     )
 
 
 def disk_work(before: IOStats, after: IOStats) -> Measured:
-    """What all disks together did between two looks. They work side by side, so the busiest tells the time."""
-    earlier = {device.device: device.busy_s for device in before.devices}
-    busy = [device.busy_s - earlier.get(device.device, 0.0) for device in after.devices]
+    """What all disks together did between two looks. They work side by side, so the busiest tells the time, and which part of
+    the bytes went one way alone."""
+    earlier = {device.device: device for device in before.devices}
+    pairs = [(earlier.get(device.device), device) for device in after.devices]
+    read_bytes, written_bytes = after.bytes_read - before.bytes_read, after.bytes_written - before.bytes_written
+    if not pairs:
+        return Measured(link=DISK, read_bytes=read_bytes, written_bytes=written_bytes, busy_s=0.0)
+    busy = [now.busy_s - (was.busy_s if was else 0.0) for was, now in pairs]
+    busy_s = max(busy)
+    was, now = pairs[busy.index(busy_s)]
     return Measured(
         link=DISK,
-        read_bytes=after.bytes_read - before.bytes_read,
-        written_bytes=after.bytes_written - before.bytes_written,
-        busy_s=max(busy, default=0.0),
+        read_bytes=read_bytes,
+        written_bytes=written_bytes,
+        busy_s=busy_s,
+        reads_alone=_alone(was.read if was else None, now.read, read_bytes),
+        writes_alone=_alone(was.write if was else None, now.write, written_bytes),
     )
+
+
+def _alone(was: DirectionStats | None, now: DirectionStats, nbytes: int) -> Alone:
+    """What went this way alone: by one device's counters, of so many bytes on all of them."""
+    own = now.bytes - (was.bytes if was else 0)
+    alone = now.alone_bytes - (was.alone_bytes if was else 0)
+    seconds = now.alone_s - (was.alone_s if was else 0.0)
+    return Alone(nbytes=nbytes * alone // own if own else 0, seconds=seconds)
 
 
 def device_work(before: IOStats, after: IOStats) -> dict[int, DeviceWork]:

@@ -1,7 +1,8 @@
 """Where bytes live and when they move: arenas, the generation store, link models, the scheduler, the executor."""
 
 from .errors import BudgetError, IntegrityError, LayoutError, LockedError, SpaceError, StoreError
-from .links.bandwidth import BandwidthModel, Curve, Link, Measured
+from .links.bandwidth import BandwidthModel, Curve, Link
+from .links.correction import Alone, Measured
 from .links.probe import DiskSpeed, probe_disk, probe_mix
 from .memory.arena import Arena, ArenaReport, Block
 from .nvme.generation_info import GenerationInfo
@@ -30,6 +31,7 @@ from .tier import NvmePath, Plane, PlaneSpec, ShardSpec, Tier
 __all__ = [
     "Access",
     "Action",
+    "Alone",
     "Arena",
     "ArenaReport",
     "BandwidthModel",

@@ -7,7 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lamina.tiers import BandwidthModel, Curve, DiskSpeed, Link, Measured
-from lamina.tiers.links.bandwidth import DISK, THRESHOLD, mixed_seconds
+from lamina.tiers.links.bandwidth import DISK
+from lamina.tiers.links.correction import THRESHOLD
+from lamina.tiers.links.mix import mixed_seconds
 
 GB = 1_000_000_000
 

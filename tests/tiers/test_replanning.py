@@ -20,6 +20,7 @@ from lamina.bench.training.gpt import GPT, GPTShape
 from lamina.engine import initialize
 from lamina.engine.steering import Steering, StepWork
 from lamina.tiers import (
+    Alone,
     BandwidthModel,
     Budgets,
     Choice,
@@ -38,6 +39,7 @@ from lamina.tiers import (
 )
 from lamina.tiers.links.bandwidth import DISK
 from lamina.tiers.links.known_links import KnownLinks
+from lamina.tiers.links.mix import mixed_seconds
 from lamina.tiers.placement.replan import Replanner
 from lamina.zero.homes.choosing import Decision
 from lamina.zero.homes.move_rules import home_of
@@ -70,14 +72,23 @@ def question(read: float, *, passes_s: float, divide_state: bool = True) -> Plac
     )
 
 
-def step_on(disk: Link, asked: PlacementQuestion, choice_of: Replanner) -> Measured:
-    """What a step under the present placement would measure on a disk of these rates."""
+def step_on(disk: Link, asked: PlacementQuestion, choice_of: Replanner, *, mixed: float = 0.9) -> Measured:
+    """What a step under the present placement would measure on a disk of these rates: reads and writes are under way together
+    for this share of the time that the shorter of them takes."""
     moved = asked.predict(choice_of.choice.placement)
+    read_s, write_s = disk.read_s(moved.read_bytes), disk.write_s(moved.written_bytes)
+    both_s = mixed * min(read_s, write_s)
+    reads, writes = (
+        Alone(nbytes=int(nbytes * (1 - both_s / seconds)), seconds=seconds - both_s) if seconds else Alone()
+        for nbytes, seconds in ((moved.read_bytes, read_s), (moved.written_bytes, write_s))
+    )
     return Measured(
         link=DISK,
         read_bytes=moved.read_bytes,
         written_bytes=moved.written_bytes,
-        busy_s=disk.seconds(moved.read_bytes, moved.written_bytes),
+        busy_s=reads.seconds + writes.seconds + mixed_seconds(both_s, both_s, disk.mix_gain),
+        reads_alone=reads,
+        writes_alone=writes,
     )
 
 
@@ -306,10 +317,11 @@ def test_a_real_step_follows_a_path_that_is_throttled_in_mid_run(
         disk = opened[-1].disk
         links = engine.runtime.decision.choice.question.links  # type: ignore[union-attr]
         before = [step() for _ in range(5)]
-        slower = links.factor(DISK)
+        slower, each_before = links.factor(DISK), links.factors(DISK)
         disk.slow_down(reading, writing=writing)
         after = [step() for _ in range(6)]
         slower = links.factor(DISK) / slower
+        each = tuple(now / then for now, then in zip(links.factors(DISK), each_before, strict=True))
         told = str(engine.plan)
         disk.slow_down(1 / reading, writing=1 / writing)
         again = [step() for _ in range(6)]
@@ -318,6 +330,7 @@ def test_a_real_step_follows_a_path_that_is_throttled_in_mid_run(
     usual, throttled = (statistics.mean(needed for _, needed in steps[-5:]) for steps in (before, after))
     assert slower == pytest.approx(throttled / usual, rel=0.2), "the model follows what the steps measured"
     assert slower > 1.3
+    assert each[0] / each[1] == pytest.approx(reading / writing, rel=0.5), "and knows which direction it is"
     assert "times slower than first measured" in told
     if reading == writing:
         assert throttled == pytest.approx(3 * usual, rel=0.2)

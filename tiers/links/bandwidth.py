@@ -5,26 +5,19 @@ seconds, rates in bytes per second.
 """
 
 import math
-import statistics
 from bisect import bisect_left
-from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
+from .correction import Corrections, Measured, Spell, Work
 from .device_identity import DeviceIdentity
+from .mix import mixed_seconds
 from .probe import DiskSpeed
 from .profile import DiskProfile, Profile
 
 DISK = "nvme"
 TO_DEVICE = "host->device"
 TO_HOST = "device->host"
-
-WINDOW = 5
-"""Measurements that a correction is the median of."""
-THRESHOLD = 0.1
-"""Relative change below which a correction stays as it is (hysteresis)."""
-CLIP = 32.0
-"""A single measurement counts as at most this many times slower or faster than modelled."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,52 +102,9 @@ class Link:
             self.read_s(read_bytes, request_bytes), self.write_s(written_bytes, request_bytes), self.mix_gain
         )
 
-
-def mixed_seconds(read_s: float, write_s: float, mix_gain: float) -> float:
-    """Time of two streams that would take ``read_s`` and ``write_s`` alone: both side by side until the shorter ends."""
-    short, long = sorted((read_s, write_s))
-    return 2 * short / mix_gain + (long - short)
-
-
-@dataclass(kw_only=True)
-class Correction:
-    """How many times slower than modelled a link is: the median of the last few steps, with hysteresis.
-
-    ``factor`` (measured over modelled seconds) moves only when the median of a window that is at least half full is
-    further from it than ``THRESHOLD``; a single outlier therefore changes nothing.
-    """
-
-    factor: float = 1.0
-    samples: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
-
-    @property
-    def latest(self) -> float:
-        """The median of the window, without hysteresis; ``factor`` while it is less than half full."""
-        return statistics.median(self.samples) if len(self.samples) > WINDOW // 2 else self.factor
-
-    def observe(self, ratio: float) -> bool:
-        """Take one measurement; True when the factor moved."""
-        self.samples.append(min(max(ratio, self.factor / CLIP), self.factor * CLIP))
-        if len(self.samples) <= WINDOW // 2:
-            return False
-        median = statistics.median(self.samples)
-        if abs(median / self.factor - 1) <= THRESHOLD:
-            return False
-        self.factor = median
-        # What was measured before a change says nothing about the time after it.
-        recent = [sample for sample in self.samples if abs(sample / median - 1) <= THRESHOLD]
-        self.samples = deque(recent, maxlen=WINDOW)
-        return True
-
-
-@dataclass(frozen=True, kw_only=True)
-class Measured:
-    """What a link did in one step: bytes each way, and the seconds that it was busy."""
-
-    link: str
-    read_bytes: int
-    written_bytes: int
-    busy_s: float
+    def slower(self, reading: float, writing: float) -> "Link":
+        """The same link, reading and writing so many times slower."""
+        return replace(self, read=self.read.scaled(1 / reading), write=self.write.scaled(1 / writing))
 
 
 class BandwidthModel:
@@ -169,7 +119,7 @@ class BandwidthModel:
 
     def __init__(self, links: Iterable[Link]) -> None:
         self._links = {link.name: link for link in links}
-        self._corrections = {name: Correction() for name in self._links}
+        self._corrections = {name: Corrections() for name in self._links}
 
     @classmethod
     def from_speeds(cls, disks: Sequence[DiskSpeed], **changes: object) -> "BandwidthModel":
@@ -212,27 +162,23 @@ class BandwidthModel:
         """The link as corrected by now. Raises KeyError that lists what there is."""
         if name not in self._links:
             raise KeyError(f"no link {name!r}; there are: {', '.join(self._links) or 'none'}")
-        modelled, factor = self._links[name], self._corrections[name].factor
-        return replace(modelled, read=modelled.read.scaled(1 / factor), write=modelled.write.scaled(1 / factor))
+        return self._links[name].slower(*self._corrections[name].factors)
 
     def faster(self, name: str, times: float) -> "BandwidthModel":
         """Another model in which one link is so many times as fast, both ways."""
         links = [self.link(other) for other in self._links]
-        return BandwidthModel(
-            replace(link, read=link.read.scaled(times), write=link.write.scaled(times)) if link.name == name else link
-            for link in links
-        )
+        return BandwidthModel(link.slower(1 / times, 1 / times) if link.name == name else link for link in links)
 
     def as_measured(self) -> "BandwidthModel":
         """Another model with the rates of the last few steps as they were, without the hysteresis that planning wants."""
-        slower = {name: self._corrections[name].latest for name in self._links}
-        return BandwidthModel(
-            replace(link, read=link.read.scaled(1 / slower[name]), write=link.write.scaled(1 / slower[name]))
-            for name, link in self._links.items()
-        )
+        return BandwidthModel(link.slower(*self._corrections[name].latest) for name, link in self._links.items())
+
+    def factors(self, name: str) -> tuple[float, float]:
+        """How many times slower than first modelled the link counts as: its reads, its writes."""
+        return self._corrections[name].factors
 
     def factor(self, name: str) -> float:
-        """How many times slower than first modelled the link counts as."""
+        """The same of both together, in the proportion in which they were measured last."""
         return self._corrections[name].factor
 
     def observe(self, measured: Measured) -> bool:
@@ -240,8 +186,7 @@ class BandwidthModel:
         link = self._links.get(measured.link)
         if link is None or measured.read_bytes + measured.written_bytes < self.MINIMUM_BYTES or measured.busy_s <= 0:
             return False
-        modelled = link.seconds(measured.read_bytes, measured.written_bytes)
-        return self._corrections[measured.link].observe(measured.busy_s / modelled)
+        return self._corrections[link.name].observe(_work(link, measured))
 
     def as_dict(self) -> dict[str, dict[str, float]]:
         """Plain data: each link's corrected rates."""
@@ -254,6 +199,23 @@ class BandwidthModel:
             }
             for name in self._links
         }
+
+
+def _work(link: Link, measured: Measured) -> Work:
+    """A measurement beside what the link was modelled to take."""
+    reads, writes = measured.reads_alone, measured.writes_alone
+    read_blur_s, write_blur_s = link.read_s(link.inflight_bytes), link.write_s(link.inflight_bytes)
+    return Work(
+        reads=Spell(seconds=reads.seconds, read_s=link.read_s(reads.nbytes), blur_s=read_blur_s),
+        writes=Spell(seconds=writes.seconds, write_s=link.write_s(writes.nbytes), blur_s=write_blur_s),
+        both=Spell(
+            seconds=max(0.0, measured.busy_s - reads.seconds - writes.seconds),
+            read_s=link.read_s(measured.read_bytes - reads.nbytes),
+            write_s=link.write_s(measured.written_bytes - writes.nbytes),
+            blur_s=(read_blur_s + write_blur_s) / 2,
+        ),
+        mix_gain=link.mix_gain,
+    )
 
 
 def disk_link(disks: Sequence[DiskSpeed], shares: Sequence[float] = (), **changes: object) -> Link:

@@ -4,7 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from lamina.tiers.links.bandwidth import DISK, TO_DEVICE, BandwidthModel, mixed_seconds
+from lamina.tiers.links.bandwidth import DISK, TO_DEVICE, BandwidthModel
+from lamina.tiers.links.mix import mixed_seconds
 from lamina.tiers.simulation.step_model import GroupModel, StepModel, UpdateModel
 
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field, replace
 
-from lamina.tiers.links.bandwidth import Measured
+from lamina.tiers.links.correction import Measured
 from lamina.tiers.simulation.step_model import ComputeTimes
 
 from .choice import Choice, choose
@@ -24,7 +24,9 @@ class Revision:
     link: str
     """Empty when it was the times of computing that changed."""
     factor: float
-    """How many times slower than first modelled the link counts as."""
+    """How many times slower than first modelled the link counts as, for what a step now reads and writes."""
+    factors: tuple[float, float] = (1.0, 1.0)
+    """The same of its reads and of its writes."""
     expected_step_s: float
     """Under the present placement."""
     lower_bound_s: float
@@ -34,7 +36,8 @@ class Revision:
 
     def __str__(self) -> str:
         what = (
-            f"{self.link} is {self.factor:.2f} times slower than first measured"
+            f"{self.link} is {self.factor:.2f} times slower than first measured "
+            f"(reads {self.factors[0]:.2f}, writes {self.factors[1]:.2f})"
             if self.link
             else "compute was measured"
         )
@@ -77,6 +80,7 @@ class Replanner:
         revision = Revision(
             link=link,
             factor=question.links.factor(link) if link else 1.0,
+            factors=question.links.factors(link) if link else (1.0, 1.0),
             expected_step_s=expected.step_s,
             lower_bound_s=expected.lower_bound_s,
             better=better,

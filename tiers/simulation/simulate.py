@@ -8,7 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from lamina.aio_native import Priority
-from lamina.tiers.links.bandwidth import DISK, TO_DEVICE, BandwidthModel, mixed_seconds
+from lamina.tiers.links.bandwidth import DISK, TO_DEVICE, BandwidthModel
+from lamina.tiers.links.mix import mixed_seconds
 from lamina.tiers.schedule.lookahead import EarlyUpdate, Pace, Timetable
 from lamina.tiers.schedule.plan import Action, Verb
 from lamina.tiers.schedule.scheduler import DeviceState, Scheduler
