@@ -257,7 +257,10 @@ def test_a_slower_disk_is_told_also_where_the_times_of_computing_changed_in_that
     asked = question(2.6e9, passes_s=0.05)
     choice = choose(asked)
     decision = Decision(placement=choice.placement, links=KnownLinks(model=asked.links), choice=choice)
-    runtime = SimpleNamespace(decision=decision, residence=SimpleNamespace(), io_stats=lambda: None, store=None)
+    options = SimpleNamespace(inputs_share_host=False)
+    runtime = SimpleNamespace(
+        decision=decision, residence=SimpleNamespace(), io_stats=lambda: None, store=None, options=options
+    )
     steering = Steering(runtime=runtime)  # type: ignore[arg-type]
     planner = steering.replanner
     assert planner is not None
