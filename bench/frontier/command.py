@@ -240,7 +240,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--peer-python", help="an interpreter that has DeepSpeed; without it, it is left out")
     parser.add_argument("--rounds", type=int, default=3, help="alternating runs of everything (default 3)")
     parser.add_argument("--steps", type=int, default=6, help="measured steps of a run (default 6)")
-    parser.add_argument("--warm-up", type=int, default=3, help="steps before them (default 3)")
+    parser.add_argument(
+        "--warm-up", type=int, default=8, help="steps before them, in which state finds its place (default 8)"
+    )
     parser.add_argument("--timeout", type=float, default=900, help="seconds for one run (default 900)")
     parser.add_argument("--only", default="", help="regular expression for the runs to do")
     parser.add_argument("--png", help="draw the frontier into this file (needs matplotlib)")
