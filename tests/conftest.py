@@ -30,12 +30,19 @@ def _own_environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
 
 @pytest.fixture(autouse=True, scope="session")
 def _signals_as_on_a_terminal() -> Iterator[None]:
-    """A shell starts what it runs in the background with Ctrl-C ignored, which everything started from there inherits."""
-    before = signal.getsignal(signal.SIGINT)
-    if before is signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    """A shell starts what it runs in the background with Ctrl-C ignored, nohup with SIGHUP, which everything started from there
+    inherits."""
+    usual = {
+        signal.SIGINT: signal.default_int_handler,
+        signal.SIGTERM: signal.SIG_DFL,
+        signal.SIGHUP: signal.SIG_DFL,
+    }
+    ignored = [number for number in usual if signal.getsignal(number) is signal.SIG_IGN]
+    for number in ignored:
+        signal.signal(number, usual[number])
     yield
-    signal.signal(signal.SIGINT, before)
+    for number in ignored:
+        signal.signal(number, signal.SIG_IGN)
 
 
 @pytest.fixture(autouse=True)

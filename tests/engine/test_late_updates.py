@@ -263,8 +263,9 @@ KILLED = """
 import os, signal, sys, threading
 from pathlib import Path
 from typing import Any
-import pytest
+import pytest, torch
 sys.path[:0] = {path!r}
+torch.set_num_threads(1)
 from test_late_updates import hold_late, held, start, train_steps
 with pytest.MonkeyPatch.context() as patched:
     hold_late(patched)
