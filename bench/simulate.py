@@ -22,7 +22,7 @@ from lamina.bench.training.gpt import GPTShape
 
 TOLERANCE = 0.15
 TIMEOUT_S = 900
-WARM_UP = 6
+WARM_UP = 8
 """Steps until the engine knows its links from steps, and has moved what it wants to move."""
 SMALL = GPTShape(layers=8, dim=512, heads=8, seq=128)
 WIDE = GPTShape(layers=4, dim=1024, heads=16, seq=128)

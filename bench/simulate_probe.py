@@ -37,8 +37,7 @@ class Step:
 
 def measure(job: dict[str, Any]) -> dict[str, Any]:
     """Train `warm_up` + `steps` steps of one shape under one config; medians of the latter (bytes written: the mean, until they
-    have arrived). What is predicted is predicted
-    between the two."""
+    have arrived). What is predicted is predicted between the two."""
     torch.manual_seed(0)
     tokens = torch.randint(VOCABULARY, (job["micro_batch"], job["shape"]["seq"]))
     engine, _, _, _ = initialize(model=GPT(GPTShape(**job["shape"])), config=job["config"])
